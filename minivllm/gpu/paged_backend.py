@@ -112,12 +112,7 @@ class PagedBackend(TritonBackend):
             return y, None
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
         y, h = self._base_and_shrink(x, base, pieces, tiles)
-        return y, DeferredUpdate(
-            Update.of_pages(h, pieces),
-            tiles,
-            self.token_slots(len(x)),
-            lambda y: paged_expand(h, pieces, y, tiles),
-        )
+        return y, DeferredUpdate(Update(h, pieces), tiles, self.token_slots(len(x)))
 
     def _base_and_shrink(
         self, x: torch.Tensor, base: LinearBase, pieces: PagedPieces, tiles: TileList

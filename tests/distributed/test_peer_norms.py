@@ -6,6 +6,7 @@ import pytest
 import torch
 from brought_words import Brought
 from gpu import DEVICE
+from in_pages import in_pages
 from nan_guard import Guarded
 from test_peer_sums import in_interpreter, run_ranks
 
@@ -136,20 +137,12 @@ def test_words_bring_the_same_bits_to_all_ranks(size, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "rank", "by_slot"),
-    [
-        (2, torch.float16, 8, False),
-        (3, torch.float32, 20, False),
-        (2, torch.float32, 32, True),
-        (3, torch.float16, 7, True),
-    ],
+    ("size", "dtype", "rank"),
+    [(2, torch.float16, 8), (3, torch.float32, 20), (2, torch.float32, 32), (3, torch.float16, 7)],
     ids=str,
 )
-def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks(size, dtype, rank, by_slot):
-    """The bits are those of a sum and then `adapted_norm`. Rows have ranks of 0, 1 and more, or none.
-
-    by_slot   h lies in a product that has all slots'
-    """
+def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks(size, dtype, rank):
+    """The bits are those of a sum and then `adapted_norm`. Rows have ranks of 0, 1 and more, or none."""
     shape, slots = (5, 1000), torch.tensor([0, -1, 3, 2, 1], device=DEVICE)
     x, residual = normal(size, *shape).to(dtype) * 3, normal(*shape, seed=1).to(dtype)
     b, weight = (normal(*of, seed=3).to(dtype).to(DEVICE) for of in ((4, shape[1], rank), shape[1:]))
@@ -158,7 +151,8 @@ def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks
     dead = torch.arange(rank, device=DEVICE) >= live[:, None]
     h = normal(size, 5, rank, seed=2).to(dtype).to(DEVICE).masked_fill(dead, NAN)
     expected_residual = residual.clone().to(DEVICE)
-    update = Update.of_slots(functools.reduce(torch.add, h.float())[None], [b], ranks, 0)
+    pieces = in_pages([b], ranks)
+    update = Update(functools.reduce(torch.add, h.float())[None], pieces)
     total = sum_at_rank_0(x.to(DEVICE))
     expected = adapted_norm(update, slots, weight, EPS, total, expected_residual)
     brought = Brought(x)
@@ -166,13 +160,9 @@ def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks
 
     for tp_rank in range(size):
         brought.bring_to(tp_rank)
-        stream, own = Guarded(residual, gap=8, device=DEVICE), h[tp_rank]
+        stream = Guarded(residual, gap=8, device=DEVICE)
         term = Guarded(x[tp_rank], gap=8, device=DEVICE).view
-        if by_slot:
-            product = torch.full((5, 4, rank), NAN, dtype=dtype, device=DEVICE)
-            product[torch.arange(5), slots] = own
-            own = product[:, 0]
-        update = Update.of_slots(own[None], [b], ranks, rank * by_slot)
+        update = Update(h[tp_rank][None], pieces)
         words = brought.words_at(tp_rank)
         found = adapted_peer_norm(update, slots, weight, EPS, words, term, stream.view, looks=2)
 

@@ -23,7 +23,6 @@ from test_paged_lora_kernels import room_of_nan
 from minivllm.gpu.kernels import (
     activation,
     adapted_norm_op,
-    adapted_norm_tiles_op,
     adapted_rotary_op,
     adapted_silu_op,
     attention,
@@ -390,7 +389,7 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
         tiles = at_most(block_r, adapted_silu_tiles(4096 if many else 1, rank))
-        out = adapted_silu_op.adapted_silu(Update.of_pages(h, batch.pieces), y.view, batch.tiles, tiles)
+        out = adapted_silu_op.adapted_silu(Update(h, batch.pieces), y.view, batch.tiles, tiles)
 
     y.assert_written_only_where(torch.tensor(False))
     gate, up = batch.expected()[1].chunk(2, dim=1)
@@ -398,14 +397,11 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     return out
 
 
-def normed(
-    sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64, ranks=1, in_tiles=False
-):
+def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64, ranks=1):
     """A row of pages' B into the norm that reads the product.
 
-    block_r    no more ranks at a time
-    ranks      of how many processes
-    in_tiles   by the kernel for many rows, which has all ranks at once
+    block_r   no more ranks at a time
+    ranks     of how many processes
     """
     batch = Pages(sanitizer, (tokens, rank, width, [size], page_ranks), kind=kind)
     tuned = paged_shrink_tiles(tokens, width, rank)
@@ -413,14 +409,14 @@ def normed(
 
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
-    update = Update.of_pages(h, batch.pieces)
+    update = Update(h, batch.pieces)
     of_row = batch.y, batch.adapters, batch.expected()[1], block_r
     if ranks == 1:
-        return normed_row(sanitizer, update, *of_row, batch.tiles if in_tiles else None)
+        return normed_row(sanitizer, update, *of_row)
     return normed_row_of_ranks(sanitizer, update, h[0], *of_row, ranks)
 
 
-def normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows):
+def normed_row(sanitizer, update, y, picks, expected, block_r):
     """expected: y and what adapters add, in float64"""
     residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
     product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
@@ -428,11 +424,8 @@ def normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows):
 
     with sanitizer.watching():
         args = numbers(weight, torch.float32), 1e-3, product.view, stream.view
-        if tile_rows is None:
-            tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
-            out = adapted_norm_op.adapted_norm(update, numbers(picks, torch.int64), *args, tiles)
-        else:
-            out = adapted_norm_tiles_op.adapted_norm_of_tiles(update, tile_rows, *args)
+        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.pieces.rank, y.itemsize))
+        out = adapted_norm_op.adapted_norm(update, numbers(picks, torch.int64), *args, tiles)
 
     product.assert_written_only_where(torch.tensor(False))
     stream.assert_intact()
@@ -455,7 +448,7 @@ def normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, size)
     product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
 
     with sanitizer.watching():
-        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
+        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.pieces.rank, y.itemsize))
         of_norm = (
             numbers(picks, torch.int64),
             numbers(weight, torch.float32),
@@ -475,59 +468,6 @@ def normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, size)
     return torch.cat([out.flatten(), stream.view.flatten()])
 
 
-def wide_update(sanitizer, tokens, slots, rank, heights, kind="mixed", by_rank=True):
-    """What folded slots leave to who reads the product, of slots of unlike ranks; y, its slots, and both's sum.
-
-    by_rank   whether live ranks are looked up
-    """
-    picks, n, full = mixture(tokens, slots, kind), len(heights), (rank, 0, 1, max(1, rank - 1), rank // 2)
-    ranks = [
-        [full[(slots - 1 - slot + 2 * i) % 5] if by_rank else rank for slot in range(slots)] for i in range(n)
-    ]
-    h, y = random(n, tokens, rank, seed=30), random(tokens, sum(heights))
-    b = [random(slots, height, rank, seed=i) for i, height in enumerate(heights)]
-    product = torch.full((tokens, slots, n, rank), NAN)
-    for row, slot in enumerate(picks.tolist()):
-        for i in range(n if slot >= 0 else 0):
-            product[row, slot, i, : ranks[i][slot]] = h[i, row, : ranks[i][slot]]
-    around = guard(product.flatten(1), row_gap=3)
-    sanitizer.reach = [around.view]
-    of_slot_0 = around.view[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)
-    live = guarded_ints(torch.tensor(ranks, dtype=torch.int32)) if by_rank else None
-    live_b = [guarded(live_part(one, of, 1)) for one, of in zip(b, ranks)]
-    return Update.of_slots(of_slot_0, live_b, live, n * rank), y, picks, exact_expand(h, b, y, picks, ranks)
-
-
-def normed_of_slots(
-    sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64, ranks=1, in_tiles=False
-):
-    """As `normed`, of folded slots."""
-    update, y, picks, expected = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
-    if ranks == 1:
-        tile_rows = tile_list(picks, slots) if in_tiles else None
-        return normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows)
-    strides = update.h.stride(1), update.h_slot_stride, 1
-    of_all = update.h.as_strided((tokens, slots, rank), strides)
-    h = of_all[torch.arange(tokens), picks.clamp(min=0)].masked_fill((picks < 0)[:, None].to(DEVICE), NAN)
-    return normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, ranks)
-
-
-def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=True, block_r=64):
-    """As `gated`, of folded slots."""
-    update, values, picks, expected = wide_update(sanitizer, tokens, slots, rank, [inner] * 2, kind, by_rank)
-    y = guard(values, row_gap=3)
-    sanitizer.late = [update.h, y.view]
-
-    with sanitizer.watching():
-        tiles = at_most(block_r, adapted_silu_tiles(tokens, rank))
-        out = adapted_silu_op.adapted_silu(update, y.view, tile_list(picks, slots), tiles)
-
-    y.assert_written_only_where(torch.tensor(False))
-    gate, up = expected.chunk(2, dim=1)
-    assert_close(out, torch.nn.functional.silu(gate) * up, 4 * CLOSE)
-    return out
-
-
 def turned(
     sanitizer, tokens, rank, page_ranks, heads, width=40, kind="mixed", many=False, block_r=64, parts=3
 ):
@@ -542,7 +482,7 @@ def turned(
 
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
-    update, picks = Update.of_pages(h, batch.pieces), batch.adapters
+    update, picks = Update(h, batch.pieces), batch.adapters
     has_v = (torch.tensor(batch.ranks)[-1][picks] > 0) & (picks >= 0)
     tiles = at_most(block_r, adapted_rotary_tiles(4096 if many else 1, rank))
     return turned_rows(sanitizer, update, batch.y, batch.tiles, batch.expected()[1], heads, tiles, has_v)
@@ -589,16 +529,6 @@ def turned_rows(sanitizer, update, y, tile_rows, expected, heads, tiles, has_v):
     in_cache = cache.view.flatten(0, 1)[mapping[own].to(DEVICE)].cpu()
     assert torch.equal(in_cache, rows.cpu()[own, num_heads:])
     return torch.cat([y.view.flatten().cpu(), in_cache.flatten()])
-
-
-def turned_of_slots(sanitizer, tokens, slots, rank, heads, kind="mixed", by_rank=True, block_r=64, parts=3):
-    """As `turned`, of folded slots."""
-    found = wide_update(sanitizer, tokens, slots, rank, heights_of(heads, parts), kind, by_rank)
-    update, y, picks, expected = found
-    live = torch.full((slots,), rank) if update.ranks is None else update.ranks[-1].cpu()
-    has_v = (live[picks] > 0) & (picks >= 0)
-    tiles = at_most(block_r, adapted_rotary_tiles(tokens, rank))
-    return turned_rows(sanitizer, update, y, tile_list(picks, slots), expected, heads, tiles, has_v)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------

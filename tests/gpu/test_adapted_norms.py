@@ -12,10 +12,9 @@ from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.gpu.fused import FusedRMSNorm, blocks
 from minivllm.gpu.fused.blocks import AddAndNorm, Pending, linear_deferred
-from minivllm.gpu.install import paged_attention
 from minivllm.gpu.kernels import paged_tuning
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
-from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_kernel
+from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_adds
 from minivllm.layers.linear import RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK
@@ -67,7 +66,7 @@ class TwoThatAdd(TwoThatNorm):
     def add_adapters_and_norm(self, update, slots, x, residual, weight, eps):
         """Stands for `adapted_peer_norm`, whose words others would have to bring."""
         self.adapted.append(len(x))
-        update = update._replace(b=(2 * update.b[0],))
+        update = update._replace(h=2 * update.h)
         return adapted_norm(update, slots, weight, eps, self.all_reduce(x), residual)
 
 
@@ -139,25 +138,16 @@ def rows(count, dtype=torch.float32, seed=0):
     return (x / 8).to(dtype), (3 * residual).to(dtype)
 
 
-@pytest.fixture(params=["rows", "tiles"])
-def kernel(request, monkeypatch):
-    """What programs of a norm have, in steps of any size."""
-    if request.param == "tiles":
-        monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 0)
-        monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 1)
-    return request.param
-
-
 @pytest.fixture
 def launched(monkeypatch):
-    """Of each norm that adds what adapters add: by which kernel, and how many rows it had."""
+    """Rows of each norm that adds what adapters add."""
     found = []
 
-    def watched(name, launch):
-        return lambda *args: (found.append((name, len(args[-1]))), launch(*args))[1]
+    def watched(*args):
+        found.append(len(args[-1]))
+        return adapted_norm(*args)
 
-    for name, launcher in {"rows": "adapted_norm", "tiles": "adapted_norm_of_tiles"}.items():
-        monkeypatch.setattr(blocks, launcher, watched(name, getattr(blocks, launcher)))
+    monkeypatch.setattr(blocks, "adapted_norm", watched)
     return found
 
 
@@ -169,22 +159,10 @@ def test_the_norm_adds_every_rows_adapters_share(dtype, rank, mixture, launched)
 
     down.assert_answers(MIXTURES[mixture])
 
-    assert launched == [("rows", len(MIXTURES[mixture]))] * (mixture != "base")
+    assert launched == [len(MIXTURES[mixture])] * (mixture != "base")
 
 
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.float32, 16), (torch.float16, 12)])
-@pytest.mark.parametrize("kernel", ["tiles"], indirect=True)
-def test_so_does_the_norm_of_a_long_step(kernel, dtype, rank, mixture, launched):
-    down = Down(dtype, rank)
-    down.step(MIXTURES[mixture])
-
-    down.assert_answers(MIXTURES[mixture])
-
-    assert launched == [("tiles", len(MIXTURES[mixture]))] * (mixture != "base")
-
-
-def test_the_norm_is_of_the_residual_as_it_is_kept(kernel):
+def test_the_norm_is_of_the_residual_as_it_is_kept():
     down, slots = Down(torch.float16), [0, 2, -1, 0, 2, 2, 0, 1] * 4
     down.step(slots)
 
@@ -194,7 +172,7 @@ def test_the_norm_is_of_the_residual_as_it_is_kept(kernel):
     assert (normed != exact).float().mean() < 0.01
 
 
-def test_what_a_hook_adds_to_the_product_is_there_too(kernel):
+def test_what_a_hook_adds_to_the_product_is_there_too():
     down, slots = Down(), [0, 2, -1, 0, 1, 2]
     down.layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 0.5, None))
 
@@ -206,7 +184,7 @@ def test_what_a_hook_adds_to_the_product_is_there_too(kernel):
 @pytest.mark.parametrize(
     "slots", [[-1] * 4, [2, -1, 0, 0], [0] * (MOST_NORM_TOKENS + 1)], ids=["base", "few", "many"]
 )
-def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(kernel, slots):
+def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(slots):
     down = Down()
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
@@ -220,34 +198,19 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(kernel, slots):
 
 @pytest.mark.parametrize(
     ("tokens", "rank", "expected"),
-    [
-        *[(1, 16, "rows"), (128, 32, "rows"), (128, 33, None)],
-        *[(129, 8, None), (1024, 16, None), (2047, 16, None)],
-        *[(2048, 16, "tiles"), (8192, 4, "tiles"), (2048, 17, None), (8192, 64, None)],
-    ],
+    [(1, 16, True), (128, 32, True), (128, 33, False), (129, 8, False), (8192, 4, False)],
 )
-def test_a_norm_adds_what_adapters_add_in_short_steps_and_in_long_ones_of_few_ranks(tokens, rank, expected):
-    assert norm_kernel(tokens, rank) == expected
+def test_a_norm_adds_what_adapters_add_in_short_steps_of_few_ranks(tokens, rank, expected):
+    assert norm_adds(tokens, rank) == expected
 
 
-def test_in_a_step_of_middle_length_it_is_added_before_the_norm(launched):
+def test_in_a_longer_step_it_is_added_before_the_norm(launched):
     down, slots = Down(), [0, -1, 2] * 50
     down.step(slots)
 
     down.assert_answers(slots)
 
     assert launched == []
-
-
-@pytest.mark.parametrize(("tokens", "rank", "is_left"), [(597, 8, False), (600, 8, True), (600, 17, False)])
-def test_a_long_step_leaves_it_what_few_ranks_add(tokens, rank, is_left, monkeypatch, launched):
-    monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 600)
-    down, slots = Down(rank=rank, tokens=600), [0, -1, 2] * (tokens // 3)
-    down.step(slots)
-
-    down.assert_answers(slots)
-
-    assert launched == [("tiles", tokens)] * is_left
 
 
 @pytest.mark.parametrize(("rank", "is_left"), [(32, True), (33, False), (64, False), (72, False)])
@@ -257,10 +220,10 @@ def test_what_a_high_rank_adds_is_added_before_the_norm(rank, is_left, launched)
 
     down.assert_answers(slots)
 
-    assert launched == [("rows", 3)] * is_left
+    assert launched == [3] * is_left
 
 
-def test_one_of_several_processes_adds_it_to_its_term_since_the_norm_reads_a_sum(kernel, launched):
+def test_one_of_several_processes_adds_it_to_its_term_since_the_norm_reads_a_sum(launched):
     down, slots = Down(processes=2), [0, -1, 2, 2]
     down.step(slots)
 
@@ -307,7 +270,7 @@ def test_what_is_no_term_is_not_summed_by_a_norm_of_several_processes(slots):
     assert down.tp.adapted == down.tp.normed == []
 
 
-def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, launched):
+def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(launched):
     down, slots = Down(backend="invariant"), [0, 2, -1, 0]
     down.step(slots)
 
@@ -318,7 +281,6 @@ def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, laun
 
 def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factory, monkeypatch, launched):
     monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 8)
-    monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 12)
     world = tiny_world(tmp_path_factory)
     engine = graphed_engine(world, decode_graphs=True, punica_backend="paged", max_num_batched_tokens=20)
     if DEVICE == "cpu":
@@ -329,25 +291,11 @@ def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factor
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, names)
-    kernels = [kernel for kernel, rows in launched]
-    assert kernels.count("rows") > 10 and kernels.count("tiles") > 2
-
-
-def test_a_warm_up_runs_the_norm_of_long_steps(tmp_path_factory, monkeypatch, launched):
-    monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 20)
-    monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 19)
-    options = {"dtype": "float32", "max_num_batched_tokens": 20, "punica_backend": "paged", "device": DEVICE}
-    runner = tiny_world(tmp_path_factory).engine(**options, enforce_eager=True).runner
-    runner.build_attention, runner.on_gpu = paged_attention(runner.config), True
-    launched.clear()
-
-    runner.warm_up()
-
-    assert ("tiles", 20) in launched
+    assert len(launched) > 10
 
 
 @pytest.mark.nightly
-def test_the_kernel_compiles_for_a_gpu_once_for_long_steps(tmp_path):
-    done = compile_for_gpu("norm", cache=tmp_path)
+def test_kernels_that_add_what_adapters_add_compile_for_a_gpu_once_for_short_steps(tmp_path):
+    done = compile_for_gpu("readers", cache=tmp_path)
 
     assert done.stdout == "compiled\n", done.stderr

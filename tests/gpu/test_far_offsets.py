@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from minivllm.gpu.kernels.adapted_norm_tiles_op import adapted_norm_of_tiles
+from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
 from minivllm.gpu.kernels.attention import paged_attention
 from minivllm.gpu.kernels.paged_expand_op import paged_expand
@@ -66,10 +66,11 @@ def test_pages_are_written_and_read_where_they_are(memory):
     write_pages(weights, torch.tensor(sources), torch.tensor(places), table[0], rank * width)
     room = ShrinkRoom.make(x, pieces, torch.zeros(8, dtype=torch.int32), tuned)
     h = paged_shrink(x, pieces, tiles, room, tuned)
-    activated, added = adapted_silu(Update.of_pages(h, pieces), y, tiles), y.clone()
+    activated, added = adapted_silu(Update(h, pieces), y, tiles), y.clone()
     paged_expand(h, pieces, added, tiles)
-    of_gate, stream = Update.of_pages(h[:1], pieces.of(slice(1))), torch.zeros(3, inner).half()
-    adapted_norm_of_tiles(of_gate, tiles, torch.ones(inner).half(), 1e-5, y[:, :inner], stream)
+    of_gate, stream = Update(h[:1], pieces.of(slice(1))), torch.zeros(3, inner).half()
+    slots = torch.tensor([0, -1, 0])
+    adapted_norm(of_gate, slots, torch.ones(inner).half(), 1e-5, y[:, :inner], stream)
 
     expected = y.double()
     for i in range(2):

@@ -7,6 +7,7 @@ compute-sanitizer may watch these tests.
 import ast
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 
 import kernel_cases as cases
@@ -18,6 +19,8 @@ from test_mixed_graphs import graphed_engine
 from test_paged_attention_kernels import new_memory_is_nan
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 import minivllm
 from minivllm.gpu.paged_slots import PagedSlots
@@ -37,9 +40,6 @@ FAMILIES = {
     "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
     "normed": functools.partial(cases.normed, tokens=17, rank=7, page_ranks=4, width=40, size=35),
-    "normed in tiles": functools.partial(
-        cases.normed, tokens=61, rank=7, page_ranks=4, width=40, size=300, in_tiles=True
-    ),
     "turned": functools.partial(cases.turned, tokens=17, rank=7, page_ranks=4, heads=(5, 2, 20), many=True),
     "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 300], max_seq_len=512, heads=(6, 2, 20)),
     "decodes of many splits": functools.partial(
@@ -72,47 +72,17 @@ OTHER_WAYS = {
     "gated of many ranks": functools.partial(
         cases.gated, tokens=3, rank=20, page_ranks=8, width=40, inner=35, block_r=16
     ),
-    "gated of slots": functools.partial(
-        cases.gated_of_slots, tokens=17, slots=3, rank=20, inner=35, block_r=16
-    ),
-    "gated of slots of one rank": functools.partial(
-        cases.gated_of_slots, tokens=17, slots=3, rank=8, inner=35, by_rank=False
-    ),
     "turned of many ranks": functools.partial(
         cases.turned, tokens=5, rank=20, page_ranks=8, heads=(3, 1, 20), block_r=16
     ),
     "turned by one adapter for all": functools.partial(
         cases.turned, tokens=17, rank=7, page_ranks=4, heads=(3, 2, 12), parts=1
     ),
-    "turned of slots": functools.partial(
-        cases.turned_of_slots, tokens=17, slots=3, rank=20, heads=(3, 1, 20), block_r=16
-    ),
-    "turned of slots of one rank": functools.partial(
-        cases.turned_of_slots, tokens=17, slots=3, rank=8, heads=(4, 2, 12), by_rank=False, parts=1
-    ),
     "normed of many ranks": functools.partial(
         cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4
     ),
-    "normed of slots": functools.partial(
-        cases.normed_of_slots, tokens=17, slots=3, rank=20, size=35, block_r=8
-    ),
-    "normed of slots of one rank": functools.partial(
-        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False
-    ),
-    "normed in tiles of slots": functools.partial(
-        cases.normed_of_slots, tokens=37, slots=3, rank=12, size=270, in_tiles=True
-    ),
-    "normed in tiles of slots of one rank": functools.partial(
-        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, in_tiles=True
-    ),
     "words and normed of many ranks": functools.partial(
         cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4, ranks=2
-    ),
-    "words and normed of slots": functools.partial(
-        cases.normed_of_slots, tokens=6, slots=3, rank=20, size=35, block_r=8, ranks=2
-    ),
-    "words and normed of slots of one rank": functools.partial(
-        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, ranks=3
     ),
     "decodes of whole splits": functools.partial(
         cases.decodes, seq_lens=[9, 512], max_seq_len=512, heads=(6, 2, 20), padding=0
@@ -128,7 +98,6 @@ OVERLAPPING = {
     "gated": cases.adapted_silu_op,
     "turned": cases.adapted_rotary_op,
     "normed": cases.adapted_norm_op,
-    "normed in tiles": cases.adapted_norm_tiles_op,
 }
 SMALLEST = {
     **FAMILIES,
@@ -165,36 +134,12 @@ def edges():
             found[f"gated {shape} {heights[0]}"] = functools.partial(
                 cases.gated, **shape, inner=heights[0], many=bool((i + j) % 2)
             )
-            found[f"normed in tiles {shape} {9 * heights[0]}"] = functools.partial(
-                cases.normed, **shape, size=9 * heights[0], in_tiles=True
-            )
             found[f"turned {shape} {heights[0]}"] = functools.partial(
                 cases.turned, **shape, heads=heads, many=bool((i + j) % 2), parts=1 + 2 * (j % 2)
             )
-            if i % 2 == j % 2:
-                found[f"normed {shape} {heights[0]}"] = functools.partial(
-                    cases.normed, **shape, size=heights[0], block_r=(4, 64)[i // 2 % 2]
-                )
-            else:
-                of_slots = {
-                    "tokens": tokens,
-                    "slots": slots,
-                    "rank": rank,
-                    "kind": kind,
-                    "by_rank": j % 3 > 0,
-                }
-                found[f"normed of slots {of_slots} {heights[0]}"] = functools.partial(
-                    cases.normed_of_slots, **of_slots, size=heights[0], block_r=(4, 64)[i // 2 % 2]
-                )
-                found[f"normed in tiles of slots {of_slots} {heights[0]}"] = functools.partial(
-                    cases.normed_of_slots, **of_slots, size=heights[0], in_tiles=True
-                )
-                found[f"turned of slots {of_slots} {heads}"] = functools.partial(
-                    cases.turned_of_slots, **of_slots, heads=heads, parts=1 + 2 * (j % 2)
-                )
-                found[f"gated of slots {of_slots} {heights[0]}"] = functools.partial(
-                    cases.gated_of_slots, **of_slots, inner=heights[0]
-                )
+            found[f"normed {shape} {heights[0]}"] = functools.partial(
+                cases.normed, **shape, size=heights[0], block_r=(4, 64)[i // 2 % 2]
+            )
     for slot in range(3):
         found[f"write all to slot {slot}"] = functools.partial(cases.write_slot, shapes=PLACES, slot=slot)
     for heads in ((6, 2, 64), (3, 1, 80), (2, 2, 16), (20, 1, 32)):
@@ -346,7 +291,7 @@ FAULTS = {
         "write a slot", (Strayed, "_write_slot_kernel.* read outside: .* of weights"),
     ),
     "pages are looked up past the largest rank": (
-        f"{PAGES}/paged_shrink_op.py", "rank // PAGE_RANKS, mask=rank < R, other=0)", "rank // PAGE_RANKS)",
+        f"{PAGES}/paged_shrink_op.py", "rank, rank < R, expert", "rank, rank >= 0, expert",
         "pages", (Strayed, "_paged_shrink_kernel.* of (table_ptr|pool_ptr)"),
     ),
     "planes are added up before all are there": (
@@ -388,11 +333,11 @@ FAULTS = {
     ),
     "an activation of no rows does not wait": (
         f"{PAGES}/adapted_silu_op.py",
-        f"{WAIT}\n        return\n    live", "pass\n        return\n    live",
+        f"{WAIT}\n        return\n    has_slot", "pass\n        return\n    has_slot",
         "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited"),
     ),
     "rotary with adapters takes a head of the next part": (
-        f"{PAGES}/adapted_rotary_op.py", "(head < head_count))[None, :]", "(head <= head_count))[None, :]",
+        f"{PAGES}/adapted_rotary_op.py", "& (head < head_count)", "& (head <= head_count)",
         "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr"),
     ),
     "a key is rotated by another row's angle": (
@@ -408,7 +353,7 @@ FAULTS = {
         "turned", (AssertionError, ""),
     ),
     "the second block of ranks has the first one's B": (
-        f"{PAGES}/adapted_rotary_op.py", "of_block = start + rank", "of_block = rank",
+        f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
         "turned of many ranks", (AssertionError, ""),
     ),
     "a second head has the first one's B": (
@@ -416,7 +361,7 @@ FAULTS = {
         "turned", (AssertionError, ""),
     ),
     "keys take the queries' live rank": (
-        f"{PAGES}/adapted_rotary_op.py", "ranks_ptr + part * ranks_row", "ranks_ptr",
+        f"{PAGES}/adapted_rotary_op.py", "ranks_ptr + of_part * ranks_row", "ranks_ptr",
         "turned", (AssertionError, ""),
     ),
     "a value is written to the cache alone": (
@@ -437,11 +382,11 @@ FAULTS = {
         "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
     ),
     "one adapter for all: keys have the queries' B": (
-        f"{PAGES}/adapted_rotary_op.py", "_of_part(part, b_firsts)", "b_firsts[0]",
+        f"{PAGES}/adapted_rotary_op.py", "heads_of_b = 0, heads_before,", "heads_of_b = 0, 0,",
         "turned by one adapter for all", (AssertionError, ""),
     ),
     "rotary reads h of a kernel that has not ended": (
-        f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n    if ONE_BLOCK", "pass\n    if ONE_BLOCK",
+        f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n    if R <= BLOCK_R", "pass\n    if R <= BLOCK_R",
         "turned, overlapping", (Raced, "_adapted_rotary_kernel.* and has not waited"),
     ),
     "a rotation of no rows does not wait": (
@@ -457,74 +402,36 @@ FAULTS = {
         "normed", (AssertionError, ""),
     ),
     "a norm adds ranks past the live one": (
-        f"{PAGES}/adapted_norm_op.py", "mask=rank < live, other=0.0).to(SUM)\n    x =",
-        "mask=rank < R, other=0.0).to(SUM)\n    x =",
+        f"{PAGES}/adapted_norm_op.py", "mask=all_ranks < live,", "mask=all_ranks < R,",
         "normed", (AssertionError, "NaN"),
     ),
     "a norm takes B's of ranks past the live one": (
-        f"{PAGES}/adapted_norm_op.py", "in_b, rank, live, R,", "in_b, rank, R, R,",
-        "normed of slots", (AssertionError, ""),
+        f"{PAGES}/adapted_norm_op.py", "inside, rank, live)", "inside, rank, R)",
+        "normed", (Strayed, "_adapted_norm_kernel.* of pool_ptr"),
     ),
     "a norm takes a slot's other ranks in the second block": (
-        f"{PAGES}/adapted_norm_op.py", "rank = start + tl.arange", "rank = tl.arange",
+        f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
         "normed of many ranks", (AssertionError, ""),
+    ),
+    "a rank has the row of the one before it in its page": (
+        f"{PAGES}/paged_pieces.py", "rank % PAGE_RANKS) * width", "(rank + PAGE_RANKS - 1) % PAGE_RANKS) * width",
+        "normed", (AssertionError, ""),
+    ),
+    "h is multiplied past the live rank": (
+        f"{PAGES}/paged_pieces.py", "& (rank < live)[None, :]", "& (rank < R)[None, :]",
+        "gated", (AssertionError, "NaN"),
+    ),
+    "B is read past the live rank": (
+        f"{PAGES}/paged_pieces.py", "is_live = rank < live", "is_live = rank >= 0",
+        "turned", (Strayed, "_adapted_rotary_kernel.* of pool_ptr"),
     ),
     "a norm does not write the residual": (
         f"{PAGES}/adapted_norm_op.py", "    tl.store(residual_ptrs, kept, mask=inside)\n", "",
         "normed", (AssertionError, ""),
     ),
     "a norm reads h of a kernel that has not ended": (
-        f"{PAGES}/adapted_norm_op.py", f"{WAIT}\n    h_ptr", "pass\n    h_ptr",
+        f"{PAGES}/adapted_norm_op.py", f"{WAIT}\n    h =", "pass\n    h =",
         "normed, overlapping", (Raced, "_adapted_norm_kernel.* and has not waited"),
-    ),
-    "a norm's program has the rows of the one before": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "place = done + tl.arange", "place = done // 2 + tl.arange",
-        "normed in tiles", (Raced, "_adapted_norm_tiles_kernel: .* of (out|residual)_ptr"),
-    ),
-    "a norm of tiles takes adapters' rows for base rows": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "rows_ptr + first +",
-        "rows_ptr + first - tl.where(tile < tile_count, 0, 1) +",
-        "normed in tiles", (Raced, "_adapted_norm_tiles_kernel: .* of (out|residual)_ptr"),
-    ),
-    "base rows take an adapter": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "if tile < tile_count:\n        live", "if tile >= 0:\n        live",
-        "normed in tiles", (AssertionError, ""),
-    ),
-    "a norm of tiles multiplies h past the live rank": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "is_row, rank, live, h_row", "is_row, rank, R, h_row",
-        "normed in tiles", (AssertionError, "NaN"),
-    ),
-    "a norm of tiles takes B's of ranks past the live one": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "read_ranks(places, rank, live, R,", "read_ranks(places, rank, R, R,",
-        "normed in tiles", (AssertionError, ""),
-    ),
-    "a norm of tiles has the first slot's B": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "b_ptr + b_first, table_ptr, slot,", "b_ptr + b_first, table_ptr, 0,",
-        "normed in tiles of slots", (AssertionError, ""),
-    ),
-    "a norm of tiles has the first slot's h": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "h_ptr + slot * h_slot_stride", "h_ptr",
-        "normed in tiles of slots", (AssertionError, ""),
-    ),
-    "a norm of tiles reads its sums before all threads wrote them": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "tl.debug_barrier()", "pass",
-        "normed in tiles", (Raced, "_adapted_norm_tiles_kernel.* other threads have written, and no barrier"),
-    ),
-    "a norm of tiles is of the last block of columns": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "squares += tl.sum", "squares = tl.sum",
-        "normed in tiles", (AssertionError, ""),
-    ),
-    "a norm of tiles writes past its columns": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "is_row[:, None] & is_column[None, :]", "is_row[:, None]",
-        "normed in tiles", (Strayed, "_adapted_norm_tiles_kernel"),
-    ),
-    "a norm of tiles reads h of a kernel that has not ended": (
-        f"{PAGES}/adapted_norm_tiles_op.py", f"{WAIT}\n    h =", "pass\n    h =",
-        "normed in tiles, overlapping", (Raced, "_adapted_norm_tiles_kernel.* and has not waited"),
-    ),
-    "a norm of no rows does not wait": (
-        f"{PAGES}/adapted_norm_tiles_op.py", f"{WAIT}\n        return", "pass\n        return",
-        "normed in tiles, overlapping", (Raced, "_adapted_norm_tiles_kernel.* ends and has not waited"),
     ),
     "decodes read past a context": (
         f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",
@@ -642,7 +549,7 @@ FAULTS = {
         "words and normed", (AssertionError, ""),
     ),
     "words: other ranks of h in the second block": (
-        "parallel/peers/adapted_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
+        f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
         "words and normed of many ranks", (AssertionError, ""),
     ),
 }  # fmt: skip
@@ -656,11 +563,19 @@ def test_a_fault_in_a_kernel_is_seen(fault, monkeypatch, tmp_path):
     assert right in text, f"{file} changed: the fault's line is another one"
     faulty = load(tmp_path / Path(file).name, text.replace(right, wrong))
     module = importlib.import_module("minivllm." + file.removesuffix(".py").replace("/", "."))
-    for kernel in kernels_of(PACKAGE / file):
-        monkeypatch.setattr(module, kernel, getattr(faulty, kernel))
+    for name, user in users_of(module):
+        monkeypatch.setattr(user, name, getattr(faulty, name))
 
     with pytest.raises(error, match=said):
         in_any_order(SMALLEST[family])
+
+
+def users_of(module):
+    """Each jitted function of a module, and every module of the package that has it: what kernels call, too."""
+    jitted = {name: f for name, f in vars(module).items() if isinstance(f, JITFunction | InterpretedFunction)}
+    own = {name: f for name, f in jitted.items() if f.fn.__module__ == module.__name__}
+    users = [user for name, user in sys.modules.items() if name.startswith("minivllm.")]
+    return [(name, user) for name, f in own.items() for user in users if vars(user).get(name) is f]
 
 
 def load(path, text):

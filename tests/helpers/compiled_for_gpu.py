@@ -2,7 +2,7 @@
 
     python tests/helpers/compiled_for_gpu.py shrink|expand FILE
     python tests/helpers/compiled_for_gpu.py sum
-    python tests/helpers/compiled_for_gpu.py norm
+    python tests/helpers/compiled_for_gpu.py readers
     python tests/helpers/compiled_for_gpu.py rotary
 
 FILE holds the module's text. Triton's interpreter takes more of Python than its compiler: this is who would tell.
@@ -16,6 +16,7 @@ import sys
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from in_pages import in_pages
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime.driver import driver
@@ -88,74 +89,73 @@ def compile_sums():
                 words = Words(tables[0], counts, counts, counts[:1], 1)
                 packed_norm(x, x, x[0], 1e-5, words)
                 for rank in (8, 32):
-                    b = torch.zeros(3, width, rank, dtype=dtype)
-                    update = Update.of_slots(x[None, :, :rank], [b], None, rank)
+                    b, ranks = torch.zeros(3, width, rank, dtype=dtype), torch.ones(1, 3, dtype=torch.int32)
+                    update = Update(torch.zeros(1, 32, rank, dtype=dtype), in_pages([b], ranks))
                     adapted_peer_norm(update, slots, x[0], 1e-5, words, x, x)
 
 
 def compile_rotations():
-    """What adds adapters to q, k and v, from pages and from slots. Steps of few tokens, or of many, share a variant."""
+    """What adds adapters to q, k and v. Steps of few tokens, or of many, share a variant."""
     from minivllm.gpu.kernels import adapted_rotary_op as rotary
-    from minivllm.gpu.kernels.paged_pieces import PagedPieces
     from minivllm.gpu.kernels.update import Update
     from minivllm.gpu.sgmv import LoRAKernelMeta
 
     rotary.can_overlap = lambda device: True
     heads, kv_heads, size, slots = 6, 2, 80, 3
-    heights = (heads * size, kv_heads * size, kv_heads * size)
+    parts = heads * size, kv_heads * size, kv_heads * size
     meta = LoRAKernelMeta.make(slots, 2000, "cpu")
-    ranks, table = torch.ones(3, slots, dtype=torch.int32), torch.zeros(slots, 9, dtype=torch.int32)
     expected = 0
-    for dtype, rank, paged in (
-        (torch.bfloat16, 16, True),
-        (torch.bfloat16, 72, True),
-        (torch.float32, 20, False),
+    for dtype, rank, heights in (
+        (torch.bfloat16, 16, parts),
+        (torch.bfloat16, 72, parts),
+        (torch.float32, 20, parts),
+        (torch.bfloat16, 16, (sum(parts),)),
     ):
-        pool, b = (
-            torch.zeros(9, dtype=dtype),
-            [torch.zeros(slots, height, rank, dtype=dtype) for height in heights],
-        )
-        pieces = PagedPieces(pool, table, ranks, rank, 8, 64, 1, (0, 8, 16), (24, 32, 40), (64,) * 3, heights)
+        n, b = len(heights), [torch.zeros(slots, height, rank, dtype=dtype) for height in heights]
+        pieces = in_pages(b, torch.ones(n, slots, dtype=torch.int32))
         for sizes in ((1, 17, 512), (513, 600, 2000)):
             for tokens in sizes:
                 meta.prepare_tensors(torch.arange(tokens) % 4 - 1)
-                h, y = (
-                    torch.zeros(3, tokens, rank, dtype=dtype),
-                    torch.zeros(tokens, sum(heights), dtype=dtype),
-                )
-                update = Update.of_pages(h, pieces) if paged else Update.of_slots(h, b, ranks, rank)
+                h = torch.zeros(n, tokens, rank, dtype=dtype)
+                y = torch.zeros(tokens, sum(parts), dtype=dtype)
                 angles, mapping = torch.zeros(tokens, 1, size), torch.zeros(tokens, dtype=torch.int64)
                 cache = torch.zeros(4, 16, 2 * kv_heads, size, dtype=dtype)
                 places = y.unflatten(1, (-1, size)), angles, angles, mapping, cache
-                rotary.adapted_rotary(update, *places, meta.meta_args(tokens))
+                rotary.adapted_rotary(Update(h, pieces), *places, meta.meta_args(tokens))
             expected += 1
             made = len(rotary._adapted_rotary_kernel.device_caches[0][0])
             assert made == expected, f"{made - expected + 1} variants for {sizes} tokens"
 
 
-def compile_norms():
-    """What adds adapters to o and down in prompts, from pages and from slots. All long steps share a variant."""
-    from minivllm.gpu.kernels import adapted_norm_tiles_op as norms
-    from minivllm.gpu.kernels.paged_pieces import PagedPieces
+def compile_readers():
+    """Norms and activations that add what adapters add, and the expand. All short steps share a variant."""
+    from minivllm.gpu.kernels import adapted_norm_op, adapted_silu_op, paged_expand_op
     from minivllm.gpu.kernels.update import Update
     from minivllm.gpu.sgmv import LoRAKernelMeta
 
-    norms.can_overlap = lambda device: True
-    width, slots, expected = 4096, 3, 0
-    meta = LoRAKernelMeta.make(slots, 8192, "cpu")
-    ranks, table = torch.ones(1, slots, dtype=torch.int32), torch.zeros(slots, 9, dtype=torch.int32)
-    for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 12)):
-        pages, b = torch.zeros(9, dtype=dtype), [torch.zeros(slots, width, rank, dtype=dtype)]
-        pieces = PagedPieces(pages, table, ranks, rank, 8, 64, 1, (0,), (16,), (64,), (width,))
-        for paged in (True, False):
-            for tokens in (2048, 2049, 3001, 8192):
-                meta.prepare_tensors(torch.arange(tokens) % 4 - 1)
-                x, h = torch.zeros(tokens, width, dtype=dtype), torch.zeros(1, tokens, rank, dtype=dtype)
-                update = Update.of_pages(h, pieces) if paged else Update.of_slots(h, b, ranks, rank)
-                norms.adapted_norm_of_tiles(update, meta.meta_args(tokens), x[0], 1e-5, x, x)
-            expected += 1
-            made = len(norms._adapted_norm_tiles_kernel.device_caches[0][0])
-            assert made == expected, f"{made - expected + 1} variants of one layer"
+    for module in (adapted_norm_op, adapted_silu_op, paged_expand_op):
+        module.can_overlap = lambda device: True
+    width, slots = 4096, 3
+    meta = LoRAKernelMeta.make(slots, 128, "cpu")
+    of_16_bits = [(torch.bfloat16, rank) for rank in (16, 32, 128)]
+    for expected, (dtype, rank) in enumerate([*of_16_bits, (torch.float32, 12)], 1):
+        b = [torch.zeros(slots, width, rank, dtype=dtype) for _ in range(2)]
+        pieces = in_pages(b, torch.ones(2, slots, dtype=torch.int32))
+        for tokens in (1, 17, 40, 128):
+            meta.prepare_tensors(torch.arange(tokens) % 4 - 1)
+            tiles, h = meta.meta_args(tokens), torch.zeros(2, tokens, rank, dtype=dtype)
+            y, of_slots = torch.zeros(tokens, 2 * width, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+            first, x = Update(h[:1], pieces.of(slice(1))), y[:, :width]
+            adapted_norm_op.adapted_norm(first, of_slots, x[0], 1e-5, x, x)
+            adapted_silu_op.adapted_silu(Update(h, pieces), y, tiles)
+            paged_expand_op.paged_expand(h, pieces, y, tiles)
+        for kernel in (
+            adapted_norm_op._adapted_norm_kernel,
+            adapted_silu_op._adapted_silu_kernel,
+            paged_expand_op._paged_expand_kernel,
+        ):
+            made = len(kernel.device_caches[0][0])
+            assert made == expected, f"{made - expected + 1} variants of {kernel.__name__}, rank {rank}"
 
 
 def in_a_sentence(error):
@@ -171,7 +171,7 @@ if __name__ == "__main__":
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     try:
-        given = {("sum",): compile_sums, ("norm",): compile_norms, ("rotary",): compile_rotations}
+        given = {("sum",): compile_sums, ("readers",): compile_readers, ("rotary",): compile_rotations}
         given = given.get(tuple(sys.argv[1:]))
         given() if given else compile_all(*sys.argv[1:])
     except CompilationError as error:

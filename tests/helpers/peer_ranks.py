@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from in_pages import in_pages
 from triton.runtime import interpreter
 
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
@@ -164,12 +165,13 @@ def norm_with_adapters(group: PeerGroup, parts: list[torch.Tensor], seed: int) -
     ranks = torch.tensor([[rank, rank // 2, 0]], dtype=torch.int32)
     b = terms(1, seed + 2, 3 * width * rank, torch.float32)[0].view(3, width, rank).to(parts[0])
     h = [part.view(1, rows, rank) for part in terms(group.size, seed + 3, rows * rank, parts[0].dtype)]
+    pieces = in_pages([b], ranks)
     weight, residual, others = parts[0][0], parts[0] * 3, parts[0] * 3
     expected = adapted_norm(
-        Update.of_slots(in_order([one.float() for one in h]), [b], ranks, 0),
+        Update(in_order([one.float() for one in h]), pieces),
         *(slots, weight, 1e-5, in_order(parts), others),
     )
-    own = Update.of_slots(h[group.rank], [b], ranks, 0), slots, weight, 1e-5, group._words
+    own = Update(h[group.rank], pieces), slots, weight, 1e-5, group._words
     found = adapted_norm_op.adapted_peer_norm(*own, parts[group.rank], residual, looks=2)
     return torch.equal(found, expected) and torch.equal(residual, others)
 

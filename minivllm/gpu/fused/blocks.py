@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
-from minivllm.gpu.kernels.adapted_norm_tiles_op import adapted_norm_of_tiles
 from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
-from minivllm.gpu.kernels.paged_tuning import norm_kernel
+from minivllm.gpu.kernels.paged_tuning import norm_adds
 from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.gpu.kernels.update import DeferredUpdate, Update
 from minivllm.gpu.paged_attention import PagedAttentionMetadata, rotate_and_attend
@@ -102,22 +101,19 @@ class AddAndNorm:
         self, deferred: DeferredUpdate, is_term: bool, y: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
     ) -> torch.Tensor | None:
         """None where an expand before the norm is faster, or no kernel sums so over ranks."""
-        update, tiles, slots, _ = deferred
-        kernel = norm_kernel(len(slots), update.rank) if len(update.b) == 1 else None
-        if kernel == "rows" and is_term:
+        update, _, slots = deferred
+        if len(update.pieces.b) != 1 or not norm_adds(len(slots), update.pieces.rank):
+            return None
+        if is_term:
             return self.sums and self.sums.add_adapters_and_norm(
                 update, slots, y, residual, norm.weight, norm.eps
             )
-        if kernel == "rows":
-            return adapted_norm(update, slots, norm.weight, norm.eps, y, residual)
-        if kernel == "tiles" and not is_term:
-            return adapted_norm_of_tiles(update, tiles, norm.weight, norm.eps, y, residual)
-        return None
+        return adapted_norm(update, slots, norm.weight, norm.eps, y, residual)
 
 
 def activate(activation: nn.Module, gate_up: torch.Tensor, deferred: DeferredUpdate | None) -> torch.Tensor:
     """As `SiluAndMul`, what adapters still have to add to gate and up included.   gate_up: (T, 2I) -> (T, I)"""
-    if deferred is not None and len(deferred.update.b) == 2:
+    if deferred is not None and len(deferred.update.pieces.b) == 2:
         return adapted_silu(deferred.update, gate_up, deferred.tiles)
     if deferred is not None:
         deferred.add_to(gate_up)

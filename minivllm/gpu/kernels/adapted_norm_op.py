@@ -7,9 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.gpu.kernels.paged_pieces import sum_dtype
+from minivllm.gpu.kernels.paged_pieces import (
+    add_ranks_of_row,
+    read_b,
+    row_times_b,
+    rows_of_ranks,
+    sum_dtype,
+)
 from minivllm.gpu.kernels.paged_tuning import AdaptedNormTiles, adapted_norm_tiles
-from minivllm.gpu.kernels.update import Update, begins_of_b, live_rank, read_ranks
+from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.sgmv.tuning import can_overlap
 
 
@@ -21,27 +27,23 @@ def _adapted_norm_kernel(
     weight_ptr,  # (H,)
     out_ptr,  # (T, H)
     slots_ptr,  # (T,) slot of each row, -1 = base
-    h_ptr,  # (T, R), or of each slot one: see the strides
-    b_ptr,
-    table_ptr,  # (S, G) pages, or None
-    ranks_ptr,  # (S,) live ranks, or None: all R
-    b_first,  # where B begins
+    h_ptr,  # (T, R)
+    pool_ptr,  # pages
+    table_ptr,  # (S, G) pages
+    ranks_ptr,  # (S,) live ranks
+    b_place,  # where B begins in a page
     table_row,
+    page_stride,
     x_row,
     residual_row,
-    h_row,
-    h_slot_stride,
-    slot_stride,
-    rank_stride,
     H: tl.constexpr,
     R: tl.constexpr,
-    COLUMN_STRIDE: tl.constexpr,
     EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,  # of ranks
     PAGE_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ALL_R: tl.constexpr,  # no fewer than R
     SUM: tl.constexpr,  # dtype of sums
 ):
     """One program: one row. Nothing past a live rank is read, and of a base row neither h nor B.
@@ -50,36 +52,28 @@ def _adapted_norm_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    column, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_R)
+    column, rank, all_ranks = tl.arange(0, BLOCK), tl.arange(0, BLOCK_R), tl.arange(0, ALL_R)
     inside = column < H
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(SUM)
-    live = live_rank(ranks_ptr, slot, R)
-    is_rank = (rank < R) & (slot >= 0)
-    b_ptr += b_first
-    begins = begins_of_b(
-        b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, is_rank, PAGE_RANKS
-    )
-    in_b = column[:, None] * COLUMN_STRIDE  # (BLOCK, 1)
-    b = read_ranks(begins[None, :] + in_b, rank, live, R, table_ptr, inside[:, None], 1)  # (BLOCK, BLOCK_R)
+    is_slot = slot >= 0
+    live = tl.load(ranks_ptr + slot, mask=is_slot, other=0)
+    begin_ptr = pool_ptr + b_place
+    table_ptr += slot * table_row
+    rows_of_b = rows_of_ranks(begin_ptr, table_ptr, page_stride, rank, (rank < R) & is_slot, 0, H, PAGE_RANKS)
+    b = read_b(rows_of_b, column, inside, rank, live)  # (BLOCK_R, BLOCK)
     # Up to here nothing depends on the product before; from here on, its h and its x must be there.
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    h_ptr += row * h_row + slot * h_slot_stride
-    h = tl.load(h_ptr + rank, mask=rank < live, other=0.0).to(SUM)
+    h = tl.load(h_ptr + row * R + all_ranks, mask=all_ranks < live, other=0.0).to(SUM)
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(SUM)
     residual_ptrs = residual_ptr + row * residual_row + column
     residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(SUM)
     if live > 0:
-        x += tl.sum(b.to(SUM) * h[None, :], axis=1)
-        if not ONE_BLOCK:
-            for start in range(BLOCK_R, live, BLOCK_R):
-                rank = start + tl.arange(0, BLOCK_R)
-                begins = begins_of_b(
-                    b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, rank < R, PAGE_RANKS
-                )
-                b = read_ranks(begins[None, :] + in_b, rank, live, R, table_ptr, inside[:, None], 1)
-                h = tl.load(h_ptr + rank, mask=rank < live, other=0.0).to(SUM)
-                x += tl.sum(b.to(SUM) * h[None, :], axis=1)
+        x += row_times_b(h, rank, b, ALL_R, BLOCK_R)
+        if R > BLOCK_R:
+            x = add_ranks_of_row(
+                x, BLOCK_R, live, h, begin_ptr, table_ptr, page_stride, column, inside, H, PAGE_RANKS, BLOCK_R, ALL_R
+            )  # fmt: skip
     # The norm sees the sum as the residual stream keeps it: rounded.
     kept = (x + residual).to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptrs, kept, mask=inside)
@@ -105,7 +99,8 @@ def adapted_norm(
     residual  (T, H), row stride of any width
     tuned   tile sizes, None = by shape
     """
-    tuned = tuned or adapted_norm_tiles(x.shape[1], update.rank, x.itemsize)
+    pieces = update.pieces
+    tuned = tuned or adapted_norm_tiles(x.shape[1], pieces.rank, x.itemsize)
     out = x.new_empty(x.shape)
     overlap = can_overlap(x.device)
     _adapted_norm_kernel[(len(x),)](
@@ -115,26 +110,22 @@ def adapted_norm(
         out,
         slots,
         update.h,
-        update.b[0],
-        update.table,
-        update.ranks_of_first,
-        update.b_firsts[0],
-        update.table_row,
+        pieces.pool,
+        pieces.table,
+        pieces.ranks,
+        pieces.b[0],
+        pieces.table.stride(0),
+        pieces.page_stride,
         x.stride(0),
         residual.stride(0),
-        update.h.stride(1),
-        update.h_slot_stride,
-        update.slot_strides[0],
-        update.rank_strides[0],
         H=x.shape[1],
-        R=update.rank,
-        COLUMN_STRIDE=update.column_stride,
+        R=pieces.rank,
         EPS=eps,
         OVERLAP=overlap,
-        ONE_BLOCK=update.rank <= tuned.block_r,
-        PAGE_RANKS=update.page_ranks,
+        PAGE_RANKS=pieces.page_ranks,
         BLOCK=triton.next_power_of_2(x.shape[1]),
         BLOCK_R=tuned.block_r,
+        ALL_R=max(tuned.block_r, triton.next_power_of_2(pieces.rank)),
         SUM=sum_dtype(x.dtype),
         num_warps=tuned.num_warps,
         **({"launch_pdl": True} if overlap else {}),

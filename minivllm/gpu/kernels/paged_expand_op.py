@@ -7,41 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.gpu.kernels.paged_pieces import PagedPieces, sum_dtype
+from minivllm.gpu.kernels.paged_pieces import (
+    PagedPieces,
+    add_ranks,
+    read_b,
+    read_h,
+    rows_of_ranks,
+    sum_dtype,
+)
 from minivllm.gpu.kernels.paged_tuning import PagedExpandTiles, paged_expand_tiles
 from minivllm.gpu.sgmv.lora_kernel_metadata import TileList
 from minivllm.gpu.sgmv.tuning import can_overlap
-
-
-@triton.jit
-def read_b(
-    b_ptr,  # of the slice, in page 0
-    table_ptr,  # of the slot
-    page_stride,
-    rank,
-    live,
-    R,
-    expert,
-    columns,
-    WIDTH: tl.constexpr,
-    PAGE_RANKS: tl.constexpr,
-):
-    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)
-
-    Past that the table may hold anything, and leads nowhere: it is read without waiting for the live rank.
-    """
-    is_live = rank < live
-    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
-    row = page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
-    mask = is_live[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(b_ptr + row[:, None] + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def read_h(h_ptr, rows, is_row, rank, live, R):
-    """h of some ranks of one slice, zeros past the live rank: (rows, ranks)"""
-    mask = is_row[:, None] & (rank < live)[None, :]
-    return tl.load(h_ptr + rows[:, None] * R + rank[None, :], mask=mask, other=0.0)
 
 
 # These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
@@ -99,15 +75,16 @@ def _paged_expand_kernel(
             live = tl.load(ranks_ptr + i * ranks_row + slot)
             columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
             is_column = columns < WIDTHS[i]
-            b_place = pool_ptr + b_places[i]
+            begin_ptr = pool_ptr + b_places[i]
             h_block = h_ptr + i * slice_stride
             y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
             is_y = is_row[:, None] & is_column[None, :] & (live > 0)
             if ONE_BLOCK:
                 # Straight on, so that all loads are under way together.
-                b = read_b(
-                    b_place, table_ptr, page_stride, ranks, live, R, expert, columns, WIDTHS[i], PAGE_RANKS
+                rows_of_b = rows_of_ranks(
+                    begin_ptr, table_ptr, page_stride, ranks, ranks < R, expert, WIDTHS[i], PAGE_RANKS
                 )
+                b = read_b(rows_of_b, columns, is_column, ranks, live)
                 # Up to here nothing depends on the product before; from here on, its h and its y must be there.
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
@@ -117,14 +94,10 @@ def _paged_expand_kernel(
             else:
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                update = tl.load(y_block, mask=is_y, other=0.0).to(SUM)
-                for start in range(0, live, BLOCK_R):
-                    rank = start + ranks
-                    b = read_b(
-                        b_place, table_ptr, page_stride, rank, live, R, expert, columns, WIDTHS[i], PAGE_RANKS
-                    )
-                    h = read_h(h_block, rows, is_row, rank, live, R)
-                    update = tl.dot(h, b, update, input_precision="ieee", out_dtype=SUM)
+                update = add_ranks(
+                    tl.load(y_block, mask=is_y, other=0.0).to(SUM), 0, live, h_block, rows, is_row,
+                    begin_ptr, table_ptr, page_stride, expert, columns, is_column, WIDTHS[i], R, PAGE_RANKS, BLOCK_R,
+                )  # fmt: skip
             tl.store(y_block, update, mask=is_y)
         block -= blocks
         offset += WIDTHS[i]

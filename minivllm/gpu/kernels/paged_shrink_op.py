@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.gpu.kernels.paged_pieces import PagedPieces, sum_dtype
+from minivllm.gpu.kernels.paged_pieces import PagedPieces, rows_of_ranks, sum_dtype
 from minivllm.gpu.kernels.paged_tuning import LEAST_BLOCK_RANKS, PagedShrinkTiles
 from minivllm.gpu.sgmv.lora_kernel_metadata import TileList
 
@@ -70,16 +70,17 @@ def _paged_shrink_kernel(
     place = tl.arange(0, BLOCK_ROWS)
     is_row = place < length
     live = tl.load(ranks_ptr + i * ranks_row + slot)
-    # Past the live rank the table may hold anything, and leads nowhere.
-    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
+    begin_ptr = pool_ptr + a_first + i * a_step
+    rows_of_a = rows_of_ranks(
+        begin_ptr, table_ptr + slot * table_row, page_stride, rank, rank < R, expert, K, PAGE_RANKS
+    )
     if block % blocks_a_slice * BLOCK_R >= live:
         return
     is_live = rank < live
-    a_row = page * page_stride + a_first + i * a_step + (expert * PAGE_RANKS + rank % PAGE_RANKS) * K
     columns = tl.arange(0, BLOCK_K)
     x_block = x_ptr + rows[:, None] * x_row_stride + columns[None, :]  # (BLOCK_ROWS, BLOCK_K)
-    a_block = pool_ptr + a_row[None, :] + columns[:, None]  # (BLOCK_K, BLOCK_R)
+    a_block = rows_of_a[None, :] + columns[:, None]  # (BLOCK_K, BLOCK_R)
     h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=SUM)
     for k in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
         is_column = columns < K - k

@@ -3,7 +3,7 @@
 Beside vllm/lora/ops/triton_ops/utils.py (v0.22.1).
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import triton
 
@@ -33,15 +33,6 @@ class AdaptedNormTiles(NamedTuple):
 
     block_r: int
     num_warps: int
-
-
-class TiledNormTiles(NamedTuple):
-    """A program takes `rows` rows of a tile, block_n columns of them at a time."""
-
-    rows: int
-    block_n: int
-    num_warps: int
-    num_stages: int
 
 
 class AdaptedRotaryTiles(NamedTuple):
@@ -112,19 +103,9 @@ MOST_NORM_TOKENS, MOST_NORM_RANK = 128, 32
 NORM_BYTES = 128 * 1024
 
 
-# A norm over tiles reads each row twice. On an H100 an expand and a norm took less time for 1,024 rows, more for 2,048.
-# With rank 64 they took 3% more at best, and less where ranks differ. No rank between was measured.
-LEAST_TILED_NORM_TOKENS, MOST_TILED_NORM_RANK = 2048, 16
-
-
-def norm_kernel(tokens: int, rank: int) -> Literal["rows", "tiles"] | None:
-    """Whether a norm that adds what adapters add has programs of rows or of tiles; None = an expand is faster.
-
-    tokens: T, rank: R
-    """
-    if tokens <= MOST_NORM_TOKENS and rank <= MOST_NORM_RANK:
-        return "rows"
-    return "tiles" if tokens >= LEAST_TILED_NORM_TOKENS and rank <= MOST_TILED_NORM_RANK else None
+def norm_adds(tokens: int, rank: int) -> bool:
+    """Whether a norm adds what adapters add; else an expand before it is faster.   tokens: T, rank: R"""
+    return tokens <= MOST_NORM_TOKENS and rank <= MOST_NORM_RANK
 
 
 def adapted_norm_tiles(width: int, rank: int, itemsize: int) -> AdaptedNormTiles:
@@ -133,11 +114,6 @@ def adapted_norm_tiles(width: int, rank: int, itemsize: int) -> AdaptedNormTiles
     block_r = min(16, triton.next_power_of_2(rank), max(1, NORM_BYTES // (row * itemsize)))
     # A thread has 8 columns: 16 bytes of each rank.
     return AdaptedNormTiles(block_r, min(max(row // 256, 1), 16))
-
-
-def tiled_norm_tiles(itemsize: int) -> TiledNormTiles:
-    """Of half-precision numbers 512 columns, of larger ones fewer: three stages of B must fit in shared memory."""
-    return TiledNormTiles(8, 1024 // itemsize, num_warps=8, num_stages=3)
 
 
 def block_ranks(rank: int) -> int:
