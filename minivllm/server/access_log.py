@@ -3,6 +3,7 @@
 Stands for uvicorn's access log and vllm/entrypoints/logger.py (v0.22.1).
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.engine.metrics import RequestMetrics
+from minivllm.server.errors import error_response
 
 logger = logging.getLogger("minivllm.access")
 
@@ -50,7 +52,11 @@ class Record:
 
 
 class AccessLog:
-    """A middleware: gives every HTTP request its `Record`, and logs a line when it has ended."""
+    """A middleware: gives every HTTP request its `Record`, and logs a line when it has ended.
+
+    A request that is cancelled gets 503, and no traceback in the log. Only a server that is forced to end cancels
+    requests from outside. If the response has begun, the connection is closed.
+    """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self.app, self.clock = app, clock
@@ -66,7 +72,10 @@ class AccessLog:
             await send(message)
 
         try:
-            return await self.app(scope, receive, note_status)
+            await self.app(scope, receive, note_status)
+        except asyncio.CancelledError:
+            if not record.status:
+                await error_response(503, "the server has ended")(scope, receive, note_status)
         finally:
             if logger.isEnabledFor(logging.INFO):
                 logger.info("%s", record.line(scope, self.clock()))

@@ -92,7 +92,6 @@ def middleware(server: Server, settings: ServerSettings) -> Iterator[Middleware]
     """From the outermost to the innermost."""
     yield Middleware(AccessLog)
     yield Middleware(BufferForHTTP10)
-    yield Middleware(errors.AnswerCancelled)
     if settings.allowed_origins:
         yield Middleware(
             CORSMiddleware,

@@ -3,7 +3,6 @@
 Stands for vllm/entrypoints/serve/utils/error_response.py (v0.22.1).
 """
 
-import asyncio
 import json
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.errors import AllPinned, EngineDeadError, IsLeaving
 from minivllm.serving.async_llm import Draining, QueueFull
@@ -19,16 +17,12 @@ from minivllm.serving.async_llm import Draining, QueueFull
 MOST_CHARACTERS = 500
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `json.dumps` makes one for every call
 
-# Status -> the type that vLLM gives.
+# Status -> the type that vLLM and OpenAI give, where it is not made of the status' phrase.
 KINDS = {
-    400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
-    404: "NotFoundError",
-    409: "ConflictError",
     429: "RateLimitError",
     500: "InternalServerError",
-    503: "ServiceUnavailableError",
 }
 
 # Errors whose message is for the client -> status; the first that fits.
@@ -119,22 +113,3 @@ HANDLERS = {
     Exception: on_failure,
     **dict.fromkeys(REPORTED, on_reported),
 }
-
-
-class AnswerCancelled:
-    """A middleware: a request that the server cancels when it is forced to end gets 503, and no traceback in the log.
-
-    Only the server cancels requests from outside. If the response has begun, the connection is closed.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        try:
-            await self.app(scope, receive, send)
-        except asyncio.CancelledError:
-            if not scope["state"]["record"].status:
-                await error_response(503, "the server has ended")(scope, receive, send)

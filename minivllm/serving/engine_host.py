@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import message_of
 from minivllm.lora.request import LoRARequest
@@ -72,48 +71,6 @@ class RemoteSink(OutputWriter):
             self._finish(self._number)
 
 
-class HostedEngine(EngineThread):
-    """An `EngineThread` that sends a step's outputs to the client's process as one message."""
-
-    def __init__(self, engine: LLMEngine, parallel_reads: int, outbox: Outbox) -> None:
-        self._outbox = outbox
-        self._known: dict[str, int] = {}
-        super().__init__(engine, parallel_reads)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Future:
-        """As `EngineThread.call`. New names of adapters are sent before the call's reply."""
-
-        def with_names(engine: LLMEngine) -> Any:
-            try:
-                return function(engine, *args)
-            finally:
-                self._add_names()
-
-        return super().call(with_names)
-
-    def _add_names(self) -> None:
-        """The names of the engine's adapters, if they have changed."""
-        if self.engine.adapters is not None and self.engine.adapters.by_name != self._known:
-            self._known = dict(self.engine.adapters.by_name)
-            self._outbox.add("names", None, list(self._known))
-
-    def _wake(self) -> None:
-        self._add_names()
-        self._outbox.flush()
-
-    def _run(self) -> None:
-        try:
-            super()._run()
-        except BaseException as error:  # also at the very end
-            self._outbox.send("death", None, portable(error))
-            raise
-
-    def _end(self, error: Exception) -> None:
-        # First of all, because a client that gets an error of a request may check the engine's health at once.
-        self._outbox.send("death", None, portable(error))
-        super()._end(error)
-
-
 class EngineHost:
     """Makes the engine and carries out the client's requests, each of which names one of the methods below."""
 
@@ -122,6 +79,7 @@ class EngineHost:
         self._sinks: dict[int, RemoteSink] = {}
         self._calls: dict[int, Future] = {}
         self._listeners: dict[int, Callable[[Any], object]] = {}
+        self._names: dict[str, int] = {}  # of adapters, as they were sent last
 
     def start(self) -> None:
         """Make the engine. An error of that is raised in the client's process."""
@@ -136,7 +94,14 @@ class EngineHost:
             self._outbox.send("not_made", None, portable(error))
             raise SystemExit(1) from None
         avoid_pauses()
-        self.engine = HostedEngine(engine, parallel_reads, self._outbox)
+        self._adapters = engine.adapters
+        # The end is sent first, because a client that gets an error of a request may check the engine's health at once.
+        self.engine = EngineThread(
+            engine,
+            parallel_reads,
+            on_wake=self._flush,
+            on_end=lambda error: self._outbox.send("death", None, portable(error)),
+        )
         self._outbox.send("start", None, (engine.config, engine.tokenizer))
 
     def _send_progress(self, *progress: Any) -> None:
@@ -200,7 +165,18 @@ class EngineHost:
     def unsubscribe(self, number: int, listener: int) -> None:
         self._reply_with(number, self.engine.unsubscribe(self._listeners.pop(listener, None)))
 
-    # ---- replies --------------------------------------------------------------------------------------------
+    # ---- in the engine's thread: replies --------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Send the outputs of a step as one message."""
+        self._add_names()
+        self._outbox.flush()
+
+    def _add_names(self) -> None:
+        """The names of the engine's adapters, if they have changed; sent before the reply of the call that did it."""
+        if self._adapters is not None and self._adapters.by_name != self._names:
+            self._names = dict(self._adapters.by_name)
+            self._outbox.add("names", None, list(self._names))
 
     def _reply_with(self, number: int, future: Future) -> None:
         self._calls[number] = future
@@ -210,6 +186,7 @@ class EngineHost:
         self._calls.pop(number, None)
         if future.cancelled():
             return
+        self._add_names()
         if (error := future.exception()) is not None:
             self._outbox.send("failure", number, portable(error))
         elif isinstance(result := future.result(), Future):  # of `read_ahead`

@@ -92,7 +92,7 @@ class EngineProcess:
     # ---- called from any thread -----------------------------------------------------------------------------
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """The result of `function(engine, *args)`. The function is sent by its name, arguments and result are pickled.
+        """As in `EngineClient`. The function is sent by its name, arguments and result are pickled.
 
         ValueError for a function that is neither in `CALLS` nor in `more_calls`.
         """
@@ -107,38 +107,35 @@ class EngineProcess:
         arrival_time: float | None = None,
         lora_request: LoRARequest | str | None = None,
     ) -> None:
-        """Add a request. Its outputs are put into `sink`, and so is the error that `LLMEngine.add_request` raises."""
+        """As in `EngineClient`. Requests of one iteration of the event loop are sent as one message."""
         number = next(self._numbers)
         self._requests[number] = sink, OutputReader(request_id)
         args = request_id, prompt, params, arrival_time, lora_request
         self._post(number, "begin", *args, at_once=False)
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
-        """Abort requests; each gets a last output with finish_reason "abort".
-
-        sink   only requests with this sink, because another one may have the id by now; None = all
-        """
+        """As in `EngineClient`."""
         own = None
         if sink is not None:
             own = next((i for i, (each, _) in list(self._requests.items()) if each is sink), -1)
         return self._request("abort", list(request_ids), own)
 
     def read_ahead(self, lora_request: LoRARequest) -> "Future[None]":
-        """Read an adapter that is about to be loaded; done when it has been read or cannot be."""
+        """As in `EngineClient`; it is done when the adapter has been read or cannot be."""
         return self._request("read_ahead", lora_request)
 
     def end_ahead(self, lora_request: LoRARequest) -> None:
-        """Forget what was read ahead, if the load has not taken it."""
+        """As in `EngineClient`."""
         self._post(next(self._numbers), "end_ahead", lora_request)
 
     def subscribe(self, events: Subscribe, listener: Callable[[Any], object]) -> "Future[None]":
-        """Call a listener with each event from now on, in the thread that receives. ValueError as in `call`."""
+        """As in `EngineClient`; the listener is called in the thread that receives. ValueError as in `call`."""
         name, number = self._checked_name(events), next(self._numbers)
         self._listeners[number] = listener
         return self._request("subscribe", name, number)
 
     def unsubscribe(self, listener: Callable[[Any], object]) -> "Future[None]":
-        """Call a listener no more; nothing happens for one that is not subscribed."""
+        """As in `EngineClient`."""
         number = next((i for i, each in list(self._listeners.items()) if each is listener), -1)
         self._listeners.pop(number, None)
         return self._request("unsubscribe", number)

@@ -42,12 +42,22 @@ class EngineThread:
 
     engine           other threads may read of it what one operation reads
     parallel_reads   adapters that are read from disk concurrently with steps
-    start            False: start no thread; `turn` is called by hand
+    on_wake          is called in the engine's thread whenever consumers are woken
+    on_end           is called in the engine's thread with the error that ends it, before any client gets it
+    start            False: start no thread; `run_once` is called by hand
     sinks            request id -> where its outputs go, until its last one
     """
 
-    def __init__(self, engine: LLMEngine, parallel_reads: int = PARALLEL_READS, start: bool = True) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        engine: LLMEngine,
+        parallel_reads: int = PARALLEL_READS,
+        *,
+        on_wake: Callable[[], object] = lambda: None,
+        on_end: Callable[[Exception], object] = lambda error: None,
+        start: bool = True,
+    ) -> None:
+        self.engine, self._on_wake, self._on_end = engine, on_wake, on_end
         self.config, self.tokenizer, self.clock = engine.config, engine.tokenizer, engine.clock
         self.call_queue: CallQueue[LLMEngine] = CallQueue()
         self.sinks: dict[str, Sink] = {}
@@ -83,7 +93,7 @@ class EngineThread:
         return () if self.engine.adapters is None else self.engine.adapters.by_name
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """The result of `function(engine, *args)` (`CallQueue.call`)."""
+        """As in `EngineClient`; of a function of any kind (`CallQueue.call`)."""
         return self.call_queue.call(lambda engine: function(engine, *args))
 
     def begin(
@@ -95,31 +105,25 @@ class EngineThread:
         arrival_time: float | None = None,
         lora_request: LoRARequest | str | None = None,
     ) -> None:
-        """Add a request. Its outputs are put into `sink`, and so is the error that `LLMEngine.add_request` raises.
-
-        An adapter that the engine does not know is checked first, concurrently with steps.
-        """
+        """As in `EngineClient`. An adapter that the engine does not know is checked first, concurrently with steps."""
         request = request_id, prompt, params, arrival_time, lora_request
         self._call_for(sink, self._check_and_add, request)
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
-        """Abort requests; each gets a last output with finish_reason "abort".
-
-        sink   only requests with this sink, because another one may have the id by now; None = all
-        """
+        """As in `EngineClient`."""
         return self.call(self._abort, list(request_ids), sink)
 
     def read_ahead(self, lora_request: LoRARequest) -> "Future[Future[None] | None]":
-        """Read an adapter that is about to be loaded (`AdapterReader.begin_ahead`)."""
+        """As in `EngineClient`."""
         return self.call(lambda engine: self.reader and self.reader.begin_ahead(lora_request))
 
     def end_ahead(self, lora_request: LoRARequest) -> None:
-        """Forget what was read ahead, if the load has not taken it."""
+        """As in `EngineClient`."""
         if self.reader is not None:
             self.call(lambda engine: self.reader.end_ahead(lora_request))
 
     def subscribe(self, events: Subscribe, listener: Callable[[Any], object]) -> "Future[None]":
-        """Call a listener with each event from now on, in the engine's thread."""
+        """As in `EngineClient`; the listener is called in the engine's thread."""
 
         def register(engine: LLMEngine) -> None:
             self._unsubscribe[listener] = events(engine, listener)
@@ -127,7 +131,7 @@ class EngineThread:
         return self.call(register)
 
     def unsubscribe(self, listener: Callable[[Any], object]) -> "Future[None]":
-        """Call a listener no more; nothing happens for one that is not subscribed."""
+        """As in `EngineClient`."""
         return self.call(lambda engine: self._unsubscribe.pop(listener, _nothing)())
 
     def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
@@ -189,14 +193,14 @@ class EngineThread:
         error: Exception = EngineDeadError(SHUT_DOWN)
         try:
             while not self._stopping:
-                self.turn(wait=True)
+                self.run_once(wait=True)
             self.engine.abort_request(list(self.sinks))
         except BaseException as cause:  # of any kind, because all clients must get it
             logger.error("the engine has ended", exc_info=cause)
             error = died_of(cause)
         self._end(error)
 
-    def turn(self, wait: bool = False) -> None:
+    def run_once(self, wait: bool = False) -> None:
         """Run the calls in the queue, and take a step if there are requests. Raises what ends the engine.
 
         wait   for a call, if there is nothing to do
@@ -256,9 +260,11 @@ class EngineThread:
     def _wake(self) -> None:
         due, self._due = self._due, []
         self._lost += wake(due)
+        self._on_wake()
 
     def _end(self, error: Exception) -> None:
         """Refuse all calls, and put the error into all sinks. The engine keeps the requests."""
+        self._on_end(error)
         self.call_queue.end(error)
         # Also of requests whose adapters are being checked: a disk may take for ever.
         sinks = [*self.sinks.values(), *self._checking.values()]

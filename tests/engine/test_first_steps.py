@@ -69,7 +69,7 @@ def test_it_takes_those_that_come_before_a_moment_without_any(make):
     loop, clock = make(coming=3)
     begin(loop, "first")
 
-    loop.turn()
+    loop.run_once()
 
     assert rows(loop) == [4]
     assert clock.sleeps == 4
@@ -79,7 +79,7 @@ def test_on_a_cpu_it_waits_for_nobody(make):
     loop, clock = make(on_gpu=False, coming=3)
     begin(loop, "first")
 
-    loop.turn()
+    loop.run_once()
 
     assert rows(loop) == [1]
     assert clock.sleeps == 0
@@ -89,7 +89,7 @@ def test_it_does_not_wait_for_more_than_a_step_takes(make):
     loop, clock = make(coming=30, max_num_batched_tokens=3 * len(PROMPT))
     begin(loop, "first")
 
-    loop.turn()
+    loop.run_once()
 
     assert rows(loop) == [3]
     assert clock.sleeps == 2
@@ -99,7 +99,7 @@ def test_it_does_not_wait_for_ever_while_others_come(make):
     loop, clock = make(coming=1000)
     begin(loop, "first")
 
-    loop.turn()
+    loop.run_once()
 
     assert 1 < rows(loop)[0] < 30
     assert clock.now == pytest.approx(engine_thread.SECONDS_FOR_ALL, rel=0.2)
@@ -108,10 +108,10 @@ def test_it_does_not_wait_for_ever_while_others_come(make):
 def test_a_later_step_waits_for_nobody(make):
     loop, clock = make()
     begin(loop, "first")
-    loop.turn()
+    loop.run_once()
     before, clock.coming = clock.sleeps, 3
 
-    loop.turn()
+    loop.run_once()
 
     assert clock.sleeps == before
     assert rows(loop) == [1, 1]
@@ -121,6 +121,6 @@ def test_a_request_that_is_refused_leaves_nobody_to_wait_for(make):
     loop, clock = make(coming=3)
     loop.begin(output_stream(SomeEventLoop(), "delta"), "wrong", [], SamplingParams())
 
-    loop.turn()
+    loop.run_once()
 
     assert (clock.sleeps, rows(loop)) == (0, [])

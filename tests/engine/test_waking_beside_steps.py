@@ -49,7 +49,7 @@ def test_a_cpu_has_them_woken_after_each_step(world):
     loop, events = make_loop(world, on_gpu=False), SomeEventLoop()
     begin(loop, events)
 
-    loop.turn()
+    loop.run_once()
 
     assert len(events.calls) == 1
 
@@ -59,9 +59,9 @@ def test_a_gpu_has_them_woken_when_the_next_step_is_launched(world):
     loop.engine.listeners.append(lambda scheduled: woken.append(len(events.calls)))
     begin(loop, events)
 
-    loop.turn()
+    loop.run_once()
     after_the_first = len(events.calls)
-    loop.turn()
+    loop.run_once()
 
     assert after_the_first == 0
     assert woken == [0, 1]
@@ -71,7 +71,7 @@ def test_the_last_output_waits_for_no_step(world):
     loop, events = make_loop(world, on_gpu=True), SomeEventLoop()
     begin(loop, events, max_tokens=1)
 
-    loop.turn()
+    loop.run_once()
 
     assert len(events.calls) == 1
 
@@ -80,9 +80,9 @@ def test_no_output_waits_for_a_call_that_holds_up_the_steps(world):
     loop, events, woken = make_loop(world, on_gpu=True), SomeEventLoop(), []
     begin(loop, events)
 
-    loop.turn()
+    loop.run_once()
     loop.call(lambda engine: woken.append(len(events.calls)))
-    loop.turn()
+    loop.run_once()
 
     assert woken == [1]
 
@@ -90,11 +90,11 @@ def test_no_output_waits_for_a_call_that_holds_up_the_steps(world):
 def test_no_output_waits_for_a_step_that_fails(world, monkeypatch):
     loop, events = make_loop(world, on_gpu=True), SomeEventLoop()
     begin(loop, events)
-    loop.turn()
+    loop.run_once()
     monkeypatch.setattr(loop.engine.scheduler, "schedule", fail)
 
     with pytest.raises(RuntimeError, match="out of luck") as raised:
-        loop.turn()
+        loop.run_once()
     loop._end(raised.value)  # as the thread does
 
     assert len(events.calls) == 1
@@ -104,10 +104,10 @@ def test_requests_of_an_event_loop_that_is_closed_end_alone(world):
     loop, events, gone = make_loop(world, on_gpu=True), SomeEventLoop(), SomeEventLoop()
     begin(loop, events, "stays", max_tokens=4)
     begin(loop, gone, "goes", max_tokens=4)
-    loop.turn()
+    loop.run_once()
     gone.closed = True
 
-    loop.turn()
+    loop.run_once()
 
     assert set(loop.sinks) == {"stays"}
     assert not loop.engine.knows("goes")
