@@ -1,4 +1,4 @@
-"""Adapters are read beside the steps: who does not need them goes on."""
+"""Adapters are read concurrently with steps: requests that do not need them run on."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ def slow(serve, monkeypatch):
     return make
 
 
-def test_whoever_reads_computes_on_one_thread(serve, world, monkeypatch):
+def test_reading_threads_compute_on_one_thread(serve, world, monkeypatch):
     before = torch.get_num_threads()
     llm, threads = serve(), []
     source = llm._client.reader.source
@@ -92,7 +92,7 @@ def test_whoever_reads_computes_on_one_thread(serve, world, monkeypatch):
     assert torch.get_num_threads() == before
 
 
-def test_whoever_reads_an_adapter_brings_it_where_a_gpu_copies_from(serve, world, monkeypatch):
+def test_reading_threads_put_an_adapter_where_a_gpu_copies_from(serve, world, monkeypatch):
     llm, staged = serve(), []
     manager = llm._client.engine.adapters.manager
     stage = manager.stage
@@ -112,7 +112,7 @@ async def collect(llm, request_id, length, lora=None):
     return [o async for o in llm.generate(PROMPT, greedy(length), request_id, lora)]
 
 
-def test_who_needs_another_adapter_or_none_goes_on_while_one_is_read(world, slow):
+def test_requests_of_other_adapters_and_none_run_while_one_is_read(world, slow):
     llm, disk = slow()
 
     async def main():
@@ -199,7 +199,7 @@ def test_no_step_of_others_reads_what_many_wait_for(world, slow, most, slots):
     assert disk.threads == ["minivllm-reader"] * len(world.names)
 
 
-def test_the_next_is_read_beside_the_step_that_takes_what_was_read(world, slow):
+def test_the_next_is_read_during_the_step_that_takes_the_one_before(world, slow):
     llm, disk = slow(parallel_reads=1, max_loras=4)
     begun = []
     load = llm._client.reader.load
@@ -239,7 +239,7 @@ def test_one_that_cannot_be_read_ends_its_requests_alone(world, slow, tmp_path):
     assert 9 not in llm._client.engine.adapters.adapters
 
 
-def test_what_nobody_waits_for_any_more_is_read_anew_for_the_next(world, slow, tmp_path):
+def test_an_adapter_without_waiting_requests_is_read_again_for_the_next(world, slow, tmp_path):
     """The folder has changed since."""
     llm, disk = slow()
     folder = tmp_path / "changing"
@@ -261,7 +261,7 @@ def test_what_nobody_waits_for_any_more_is_read_anew_for_the_next(world, slow, t
     assert disk.threads == ["minivllm-reader"] * 2
 
 
-def test_what_was_read_and_has_no_slot_keeps_nobody_from_being_read(world, slow, monkeypatch):
+def test_an_adapter_that_was_read_and_has_no_slot_blocks_no_other_read(world, slow, monkeypatch):
     llm, disk = slow(parallel_reads=1)
     disk.go.set()
     fits = llm._client.engine.scheduler.lora.fits
@@ -308,7 +308,7 @@ class TestALoadAhead:
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
         assert disk.threads == ["minivllm-reader"] * 2
 
-    def test_over_a_link_is_read_once_and_beside_the_steps(self, world, slow, tmp_path):
+    def test_over_a_link_is_read_once_and_concurrently_with_steps(self, world, slow, tmp_path):
         llm, disk = slow()
         link = tmp_path / "current"
         link.symlink_to(world.path("qv"))
@@ -324,7 +324,7 @@ class TestALoadAhead:
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
         assert disk.threads == ["minivllm-reader"] * 2
 
-    def test_over_a_link_that_is_turned_meanwhile_is_read_again_from_where_it_leads(
+    def test_over_a_link_that_changes_meanwhile_is_read_again_from_its_new_folder(
         self, world, slow, tmp_path
     ):
         llm, disk = slow()
@@ -386,7 +386,7 @@ class Header:
 
 
 class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
-    def test_holds_up_nobody_else(self, world, serve, monkeypatch):
+    def test_delays_no_other_request(self, world, serve, monkeypatch):
         llm = serve()
         header = Header(llm, monkeypatch)
 
@@ -421,7 +421,7 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
 
         assert not llm.adapter_names
 
-    def test_of_a_request_that_nobody_waits_for_any_more_leaves_nothing(self, world, serve, monkeypatch):
+    def test_of_a_request_that_was_aborted_leaves_nothing(self, world, serve, monkeypatch):
         llm = serve()
         header = Header(llm, monkeypatch)
 
@@ -458,7 +458,7 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
 
-    def test_that_the_engine_does_not_live_to_see_ends_its_request(self, world, serve, monkeypatch):
+    def test_that_outlives_the_engine_fails_its_request(self, world, serve, monkeypatch):
         llm = serve()
         header = Header(llm, monkeypatch)
 
@@ -473,7 +473,7 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
             asyncio.run(main())
 
     @pytest.mark.parametrize("end", ["shutdown", "death"])
-    def test_keeps_nobody_waiting_for_an_engine_that_has_ended(self, world, serve, monkeypatch, end):
+    def test_lets_no_request_wait_for_an_engine_that_has_ended(self, world, serve, monkeypatch, end):
         llm = serve()
         header = Header(llm, monkeypatch)
 

@@ -172,7 +172,7 @@ async def slowly(llm, request_id, length, **options):
 
 
 class TestASlowConsumer:
-    def test_holds_up_nobody_and_gets_what_came_meanwhile_as_one_output(self, world, serve):
+    def test_delays_no_other_and_gets_all_outputs_meanwhile_as_one(self, world, serve):
         llm = serve()
 
         async def main():
@@ -296,7 +296,7 @@ class TestWhoStopsListening:
 
 
 class TestAnAbort:
-    def test_is_told_to_who_listens(self, world, serve):
+    def test_is_the_last_output_of_its_consumer(self, world, serve):
         llm = serve()
 
         async def main():
@@ -313,7 +313,7 @@ class TestAnAbort:
             assert {answer.finish_reason for answer in outputs[-1].outputs} == {"abort"}
             assert deltas(outputs) == tokens_of(outputs[-1])
 
-    def test_behind_the_back_of_the_loop_is_told_too(self, world, serve):
+    def test_in_the_engine_itself_is_the_last_output_too(self, world, serve):
         llm = serve()
 
         async def main():
@@ -346,7 +346,7 @@ class TestAnUnload:
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 80)
 
-    def test_that_nobody_waits_for_any_more_is_done_all_the_same(self, world, serve):
+    def test_whose_caller_was_cancelled_is_done_all_the_same(self, world, serve):
         llm = serve()
 
         async def main():
@@ -416,7 +416,7 @@ class TestARefusal:
 
 
 class TestTheEnd:
-    def test_comes_by_draining_when_who_runs_has_finished(self, world, serve):
+    def test_comes_by_draining_when_running_requests_have_finished(self, world, serve):
         llm = serve()
 
         async def main():
@@ -471,7 +471,7 @@ class TestTheEnd:
 
     @in_a_thread
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), Todo("1.1", "x")], ids=repr)
-    def test_by_what_is_no_fault_is_told_to_everybody(self, world, serve, monkeypatch, error):
+    def test_by_an_error_that_is_not_recoverable_reaches_all_clients(self, world, serve, monkeypatch, error):
         llm = serve()
 
         def interrupted(*args):
@@ -491,7 +491,7 @@ class TestTheEnd:
         assert not llm._open
 
     @in_a_thread
-    def test_by_an_interrupted_call_is_told_as_the_engines_end(self, world, serve):
+    def test_by_an_interrupted_call_is_an_engine_dead_error(self, world, serve):
         llm = serve()
 
         def interrupted(engine):
@@ -544,7 +544,7 @@ def raise_times(monkeypatch, owner, name, times):
 
 @in_a_thread
 class TestSteps:
-    def test_are_told_to_subscribers_as_they_happen(self, world, serve):
+    def test_are_sent_to_subscribers_as_they_happen(self, world, serve):
         llm = serve()
 
         async def main():

@@ -1,4 +1,4 @@
-"""What comes in one turn of an event loop goes to another thread or process together, and nobody suffers for others."""
+"""The work of one iteration of an event loop goes to another thread or process together, and fails apart."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def raising(error):
     raise error
 
 
-def test_functions_of_one_turn_are_one_call_and_each_gets_its_own_result(thread):
+def test_functions_of_one_iteration_are_one_call_and_each_gets_its_own_result(thread):
     executor = BatchingExecutor(thread)
 
     async def ask(number):
@@ -67,7 +67,7 @@ def test_what_one_function_raises_is_its_own(thread):
     assert isinstance(odd, RuntimeError) and "odd" in str(odd)
 
 
-def test_who_stops_waiting_keeps_nobody_from_an_answer(thread):
+def test_a_function_that_is_cancelled_does_not_cancel_the_others(thread):
     executor, may_go_on = BatchingExecutor(thread), threading.Event()
 
     async def ask_all():
@@ -107,7 +107,7 @@ def test_a_loop_that_has_gone_holds_up_no_other(thread):
     assert asyncio.run(ask()) == "there"
 
 
-def test_the_end_of_a_turn_comes_behind_all_that_is_ready():
+def test_the_end_of_an_iteration_comes_after_all_that_is_ready():
     said = []
 
     async def talk(number):
@@ -157,7 +157,7 @@ async def answer(llm, request_id, prompt, max_tokens=4):
     return tokens_of(last)
 
 
-def test_requests_of_one_turn_are_one_message(world, llm, messages):
+def test_requests_of_one_iteration_are_one_message(world, llm, messages):
     prompts = [[5 + n, 6, 7] for n in range(6)]
 
     async def ask_all():
@@ -169,7 +169,7 @@ def test_requests_of_one_turn_are_one_message(world, llm, messages):
     assert messages == [["begin"] * 6]
 
 
-def test_whatever_is_asked_in_the_same_turn_comes_behind_them_and_at_once(llm, messages):
+def test_a_call_of_the_same_iteration_is_sent_at_once_and_after_them(llm, messages):
     async def ask():
         asked = asyncio.ensure_future(answer(llm, "left", [5, 6, 7], max_tokens=40))
         await asyncio.sleep(0)
@@ -181,7 +181,7 @@ def test_whatever_is_asked_in_the_same_turn_comes_behind_them_and_at_once(llm, m
     assert messages == [["begin", "abort"]]
 
 
-def test_who_leaves_at_once_leaves_nothing_behind(llm, messages):
+def test_requests_that_are_aborted_at_once_leave_nothing(llm, messages):
     async def leave():
         asked = asyncio.ensure_future(answer(llm, "gone", [5, 6, 7], max_tokens=40))
         await asyncio.sleep(0)

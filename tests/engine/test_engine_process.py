@@ -141,7 +141,7 @@ class TestAnswers:
         order += [times.finished_time, time.monotonic()]
         assert order == sorted(order)
 
-    def test_that_nobody_takes_become_one(self, world, llm):
+    def test_that_are_not_taken_become_one(self, world, llm):
         async def main():
             slow = llm.generate(PROMPT, greedy(60), "slow", world.request("qv"))
             first = await anext(slow)
@@ -179,7 +179,7 @@ def rounded(logprobs):
 
 class TestARequest:
     @pytest.mark.parametrize("how", ["closed", "dropped", "aborted"])
-    def test_that_nobody_wants_any_more_ends(self, llm, how):
+    def test_whose_consumer_leaves_is_aborted(self, llm, how):
         async def main():
             answers = llm.generate(PROMPT, greedy(600), "long")
             await anext(answers)
@@ -214,7 +214,7 @@ class TestARequest:
         [([], greedy(4)), ([1000], greedy(4)), ("a" * 100_000, greedy(4)), (PROMPT, "none")],
         ids=["empty", "token", "long", "params"],
     )
-    def test_that_is_refused_hears_the_engines_words(self, world, llm, prompt, params):
+    def test_that_is_refused_gets_the_engines_error(self, world, llm, prompt, params):
         engine = world.engine(character_tokenizer())
         with pytest.raises((ValueError, TypeError)) as expected:
             engine.add_request("a", prompt, params)
@@ -278,7 +278,7 @@ class TestAdapters:
 
         assert str(error.value) == str(expected.value)
 
-    def test_are_told_of_as_things_happen_to_them(self, world, llm):
+    def test_have_their_events_sent_as_they_happen(self, world, llm):
         events = []
 
         async def main():
@@ -302,7 +302,7 @@ class TestACall:
         with pytest.raises(RuntimeError, match="cannot be sent to another process"):
             asyncio.run(llm.call(engine_itself))
 
-    def test_that_is_cancelled_before_its_turn_is_not_run(self, llm, tmp_path):
+    def test_that_is_cancelled_in_the_queue_is_not_run(self, llm, tmp_path):
         go, never_made = tmp_path / "go", tmp_path / "never made"
 
         async def main():
@@ -321,7 +321,7 @@ class TestACall:
         asyncio.run(main())
         assert not never_made.exists()
 
-    def test_of_steps_hears_of_them_until_it_leaves(self, llm):
+    def test_of_steps_gets_them_until_it_unsubscribes(self, llm):
         async def main():
             records = llm.subscribe(step_records)
             first = asyncio.ensure_future(anext(records))
@@ -394,7 +394,7 @@ class TestTheEngine:
         with pytest.raises(ValueError, match="no such engine; make another one"):
             EngineProcess(fail_to_make)
 
-    def test_that_dies_while_it_is_made_is_told_as_dead(self, world):
+    def test_that_dies_while_it_is_made_raises_engine_dead_error(self, world):
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
             EngineProcess(die_while_made)
 
@@ -410,7 +410,7 @@ time.sleep(3600)
 
 
 @pytest.mark.nightly
-def test_who_asks_is_killed_and_the_engine_ends(world):
+def test_the_engine_ends_when_its_client_is_killed(world):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(world.base)], stdout=subprocess.PIPE, env=environment, text=True

@@ -1,4 +1,4 @@
-"""Whom the first step of an idle engine takes along: on a GPU, those that come right behind its first request."""
+"""Which requests the first step of an idle engine has: on a GPU also those right behind the first one."""
 
 import pytest
 from tiny_engine import greedy, tiny_world
@@ -75,7 +75,7 @@ def test_it_takes_those_that_come_before_a_moment_without_any(make):
     assert clock.sleeps == 4
 
 
-def test_on_a_cpu_it_waits_for_nobody(make):
+def test_on_a_cpu_it_waits_for_no_other_request(make):
     loop, clock = make(on_gpu=False, coming=3)
     begin(loop, "first")
 
@@ -105,7 +105,7 @@ def test_it_does_not_wait_for_ever_while_others_come(make):
     assert clock.now == pytest.approx(engine_thread.SECONDS_FOR_ALL, rel=0.2)
 
 
-def test_a_later_step_waits_for_nobody(make):
+def test_a_later_step_waits_for_no_other_request(make):
     loop, clock = make()
     begin(loop, "first")
     loop.run_once()
@@ -117,7 +117,7 @@ def test_a_later_step_waits_for_nobody(make):
     assert rows(loop) == [1, 1]
 
 
-def test_a_request_that_is_refused_leaves_nobody_to_wait_for(make):
+def test_after_a_request_that_is_refused_it_waits_for_no_other(make):
     loop, clock = make(coming=3)
     loop.begin(output_stream(SomeEventLoop(), "delta"), "wrong", [], SamplingParams())
 

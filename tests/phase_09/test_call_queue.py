@@ -46,7 +46,7 @@ def turn(call_queue, engine=None, wait=False):
 
 
 class TestCalls:
-    def test_wait_until_they_are_run_and_get_what_they_asked_for(self, call_queue):
+    def test_wait_until_they_are_run_and_get_their_results(self, call_queue):
         futures = [call_queue.call(lambda engine, i=i: (engine, i)) for i in range(3)]
         assert not any(future.done() for future in futures)
 
@@ -63,7 +63,7 @@ class TestCalls:
 
         assert seen == [(i, thread_id) for i in range(20)]
 
-    def test_of_calls_are_run_in_the_same_turn(self, call_queue):
+    def test_of_calls_are_run_in_the_same_run(self, call_queue):
         seen = []
         call_queue.call(lambda engine: call_queue.call(lambda engine: seen.append("inner")))
 
@@ -107,7 +107,7 @@ class TestARun:
 
 
 class TestAnError:
-    def test_is_its_callers_and_nobody_elses(self, call_queue):
+    def test_is_raised_for_its_caller_alone(self, call_queue):
         error = KeyError("no such adapter")
 
         def fail(engine):
@@ -120,9 +120,7 @@ class TestAnError:
         assert good.result(0) == 7
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Todo])
-    def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ends(
-        self, call_queue, kind
-    ):
+    def test_that_is_not_recoverable_is_raised_and_its_caller_gets_engine_dead_error(self, call_queue, kind):
         def interrupted(engine):
             raise kind("now")
 
@@ -156,7 +154,7 @@ class TestACancelledCall:
 
 
 class TestTheEnd:
-    def test_answers_who_waits_and_who_comes_later(self, call_queue):
+    def test_refuses_calls_that_wait_and_later_ones(self, call_queue):
         waiting = [call_queue.call(lambda engine: 7) for _ in range(3)]
 
         call_queue.end(GONE)
@@ -165,7 +163,7 @@ class TestTheEnd:
         assert [future.exception(0) for future in [*waiting, later]] == [GONE] * 4
         assert call_queue.error is GONE and call_queue.is_empty
 
-    def test_passes_over_who_was_cancelled(self, call_queue):
+    def test_ignores_calls_that_were_cancelled(self, call_queue):
         first, second = call_queue.call(lambda engine: 7), call_queue.call(lambda engine: 7)
         first.cancel()
 
@@ -175,7 +173,7 @@ class TestTheEnd:
         with pytest.raises(CancelledError):
             first.result(0)
 
-    def test_passes_over_who_cancels_just_after_the_look(self, call_queue):
+    def test_ignores_a_call_that_is_cancelled_just_after_the_check(self, call_queue):
         """Its caller has another thread: whoever looks and then answers may find it cancelled in between."""
 
         class CancelledAfterALook(Future):
@@ -212,7 +210,7 @@ class TestTheEnd:
 
         assert future.exception(0) is GONE
 
-    def test_is_known_before_the_first_is_told(self, call_queue):
+    def test_is_known_before_the_first_call_is_refused(self, call_queue):
         """Whoever hears of it may call again at once."""
         again = []
         first = call_queue.call(lambda engine: 7)

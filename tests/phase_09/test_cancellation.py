@@ -319,7 +319,7 @@ class TestAConnection:
         with pytest.raises(ValueError, match="unknown model"):
             run(main())
 
-    def test_that_is_closed_ends_the_work(self):
+    def test_that_is_closed_cancels_the_work(self):
         async def main():
             connection, work = Connection(), Work()
             waits = asyncio.ensure_future(unless_gone(connection.receive, work.run()))
@@ -370,7 +370,7 @@ class TestAConnection:
 
         assert run(main()) == "the answer"
 
-    def test_that_is_closed_leaves_the_handler_a_task_that_nobody_cancels(self):
+    def test_that_is_closed_leaves_the_handlers_task_uncancelled(self):
         async def main():
             connection = Connection()
             connection.closed.set()

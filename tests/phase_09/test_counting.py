@@ -292,7 +292,7 @@ class TestProgress:
 
         assert watched.latency() == (0, 0)
 
-    def test_where_nobody_has_seen_them_come_has_none_either(self):
+    def test_of_outputs_that_were_not_seen_has_none_either(self):
         watched = Watched()
 
         watched.observe(3, 4, all_are_seen=False)
@@ -331,7 +331,7 @@ class TestProgress:
 
         assert watched.record.first_token_at == 50.5
 
-    def test_without_the_engines_account_notes_when_somebody_saw_it(self):
+    def test_without_the_engines_metrics_notes_when_it_was_seen(self):
         watched = Watched()
 
         watched.observe(1.5, 1)

@@ -1,4 +1,4 @@
-"""Names of models, and adapters that come and go (lab 9.4). The oracle is a list of what the engine was told."""
+"""Names of models, and adapters that come and go (lab 9.4). The oracle is a list of the engine's calls."""
 
 import asyncio
 
@@ -110,7 +110,7 @@ class TestAName:
 
         assert run(main()) is None
 
-    def test_that_is_served_is_that_adapters_and_nobody_is_asked(self):
+    def test_that_is_served_is_that_adapters_without_a_resolver(self):
         async def main():
             names = Names(FakeLLM(), adapters=(of("sql"), of("found")))
             return [await names.find(name, ANYBODY) for name in ("found", "sql")], names.asked
@@ -149,7 +149,7 @@ class TestAName:
 
         assert run(main()) == (["found a", "found b"], of("sql"), [of("found a"), of("found b")])
 
-    def test_that_nobody_knows_is_a_404_each_time_and_may_be_there_later(self):
+    def test_that_no_resolver_knows_is_a_404_each_time_and_may_be_found_later(self):
         async def main():
             names = Names(FakeLLM())
             for _ in range(2):
@@ -183,7 +183,7 @@ class TestAName:
         assert run(main()) == of("sql")
 
     @pytest.mark.parametrize("name", ["base", "sql", "found it", "nowhere"])
-    def test_that_the_key_does_not_open_is_a_403_and_nobody_looks(self, name):
+    def test_that_the_key_does_not_open_is_a_403_without_a_look_up(self, name):
         async def main():
             names = Names(FakeLLM(), adapters=(of("sql"),))
             with pytest.raises(ApiError) as error:
@@ -224,7 +224,7 @@ class TestALoad:
         assert begun == ["sql"]
 
     @pytest.mark.parametrize("name", ["base", "sql", "brought"])
-    def test_of_a_taken_name_is_a_400_before_the_engine_hears_of_it(self, name):
+    def test_of_a_taken_name_is_a_400_before_the_engine_is_called(self, name):
         async def main():
             llm = FakeLLM()
             llm.by_name["brought"] = stable_id("brought")  # by a request that still runs
@@ -248,7 +248,7 @@ class TestALoad:
         assert told == [("add", of("sql", "/allowed/new", load_inplace=True))]
         assert found == of("sql", "/allowed/new") and found.load_inplace is False
 
-    def test_beside_another_of_the_name_is_refused_when_that_is_done(self):
+    def test_concurrent_with_another_of_the_name_is_refused_when_that_is_done(self):
         async def main():
             llm = FakeLLM()
             names = Names(llm)
@@ -282,7 +282,7 @@ class TestAnUnload:
 
         assert run(main()) == ([("remove", stable_id("sql"))], False)
 
-    def test_that_waits_lets_nobody_find_the_name_nor_look_for_it(self):
+    def test_that_waits_lets_no_request_find_the_name_or_resolve_it(self):
         """Not even by a resolver, which finds this one: the engine would refuse it, or wait for ever with newcomers."""
 
         async def main():
@@ -385,7 +385,7 @@ class TestAnUnload:
         assert run(main()) == (["add", "remove"], {}, {})
 
 
-class TestWhatTheEngineIsTold:
+class TestWhatARequestGivesTheEngine:
     def test_is_the_bare_name_of_what_it_knows(self):
         async def main():
             llm = FakeLLM()

@@ -74,7 +74,7 @@ class TestTake:
 
         in_a_loop(test)
 
-    def test_has_also_what_comes_between_the_call_and_the_turn(self):
+    def test_has_also_items_that_come_between_the_wake_and_the_take(self):
         """The consumer is woken, and it is not his turn yet."""
 
         async def test(stream):
@@ -129,7 +129,7 @@ class TestPut:
 
         in_a_loop(test)
 
-    def test_of_an_error_wakes_who_waits_for_something_else(self):
+    def test_of_an_error_wakes_a_consumer_of_final_outputs(self):
         async def main():
             stream = Stream(asyncio.get_running_loop(), joined, is_due=lambda item: False)
 

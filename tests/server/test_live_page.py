@@ -94,7 +94,7 @@ def test_the_first_message_says_what_there_is(server):
     assert first["steps"][-1] == json.loads(json.dumps(asdict(last)))
 
 
-def test_each_step_is_told_once_and_in_order(server):
+def test_each_step_is_sent_once_and_in_order(server):
     engine = server.server.state.llm._client.engine
     with events_of(server) as events:
         told = next(events)["steps"]
@@ -110,7 +110,7 @@ def test_each_step_is_told_once_and_in_order(server):
     assert all(step == kept[step["step"]] for step in told)
 
 
-def test_who_has_gone_costs_no_step_anything(server):
+def test_a_page_that_was_closed_costs_no_step_anything(server):
     wait_until(lambda: listeners(server) == 1)  # the recorder; pages of other tests have gone
 
     with events_of(server) as events, events_of(server) as others:
@@ -153,7 +153,7 @@ def test_the_page_may_not_be_framed_or_kept(server):
     assert "/events" not in httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE).json()["paths"]
 
 
-def test_nothing_in_a_name_ends_its_message(server):
+def test_no_name_breaks_its_event(server):
     hostile = "a\n\ndata: {}\n\n\r\u2028" + HOSTILE
 
     said = message(server.server.state.server, [], {"model": hostile})

@@ -228,7 +228,7 @@ def test_vllms_own_field_names_other_structures(client):
     assert re.fullmatch("[a-c]{5}!", matched.choices[0].text)
 
 
-def test_token_ids_come_along_where_they_are_asked_for(client, answers):
+def test_token_ids_are_in_the_response_if_requested(client, answers):
     asked = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     ids = answers.tokens("qv", "tokens")
 
@@ -251,7 +251,7 @@ def test_models_are_the_base_and_each_adapter_with_its_root(client, world):
         client.models.retrieve("nobody")
 
 
-def test_a_chat_answers_until_the_context_is_full_unless_told_otherwise(server, client):
+def test_a_chat_answers_until_the_context_is_full_without_a_limit(server, client):
     asked = {"model": "qv", "messages": MESSAGES, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
     usage = client.chat.completions.create(**asked).usage

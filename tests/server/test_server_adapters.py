@@ -195,7 +195,7 @@ def test_an_adapter_below_the_root_has_one_name_and_no_answer_tells_where_the_ro
     assert adapters(http) == before
 
 
-def test_an_adapter_is_read_again_in_place_for_those_who_come_later(http, client, world, root):
+def test_an_adapter_is_reloaded_in_place_for_later_requests(http, client, world, root):
     order(http, "load", "moving", root / "mlp").raise_for_status()
     stream = client.completions.create(
         model="moving", prompt="long", stream=True, **{**GREEDY, "max_tokens": 60}
@@ -214,7 +214,7 @@ def test_an_adapter_is_read_again_in_place_for_those_who_come_later(http, client
     assert new == tokenizer.decode(oracle.greedy("other", tokenizer("a tale")["input_ids"], 8))
 
 
-def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(http, client, answers):
+def test_requests_in_flight_finish_with_their_adapter_when_it_is_unloaded(http, client, answers):
     order(http, "load", "leaving", "mlp").raise_for_status()
     stream = client.completions.create(
         model="leaving", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 60}
@@ -328,7 +328,7 @@ def test_a_load_behind_an_unload_waits_for_it_and_is_served(server, http, client
     assert text_of(client, "busy") == answers.text("patterns", "a tale")
 
 
-def test_other_orders_behind_an_unload_wait_and_are_told_that_the_adapter_is_gone(server, http, busy):
+def test_other_changes_wait_for_an_unload_and_then_find_no_adapter(server, http, busy):
     orders = Orders(server, http)
     for what in ("unload", "unload", "pin", "unload"):
         orders.send(what, "busy")

@@ -1,4 +1,4 @@
-"""The end of a server: requests that run are finished, new ones are told to go elsewhere."""
+"""The end of a server: running requests finish, new ones are refused."""
 
 import json
 import signal
@@ -50,7 +50,7 @@ def test_a_stream_that_runs_is_finished_and_a_new_one_is_refused(world):
     assert refused.json()["error"]["type"] == "ServiceUnavailableError"
 
 
-def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
+def test_a_request_that_takes_longer_than_the_drain_gets_an_error(world):
     body = {"model": "qv", "prompt": "long", "max_tokens": 120, "n": 8, "ignore_eos": True, "stream": True}
     with serving(world, "qv", drain_seconds=0.05) as server:
         with (
@@ -72,7 +72,7 @@ def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
 
 @pytest.mark.parametrize("prompt", ["text", ["one", "two"]], ids=["one prompt", "several"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world, prompt, stream):
+def test_a_request_that_waits_for_its_tokenizer_gets_the_engines_end(world, prompt, stream):
     body = {"model": "qv", "prompt": prompt, "stream": stream}
     chat = {"model": "qv", "messages": [{"role": "user", "content": "text"}], "stream": stream}
     let_go, answers = threading.Event(), []

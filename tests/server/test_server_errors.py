@@ -181,7 +181,9 @@ def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form
     assert other_method.headers["allow"] == "POST"
 
 
-def test_a_prompt_that_is_refused_while_another_streams_is_told_in_the_stream(server, client, monkeypatch):
+def test_a_prompt_that_is_refused_while_another_streams_is_an_event_of_the_stream(
+    server, client, monkeypatch
+):
     llm, read, let_go = server.server.state.llm, itertools.count(), threading.Event()
     tokenizing = llm.run_in_tokenizer_thread
 
@@ -215,7 +217,7 @@ def test_a_prompt_that_is_refused_while_another_streams_is_told_in_the_stream(se
     ],
     ids=["echo", "text", "chat", "tokenize"],
 )
-def test_a_server_of_token_ids_alone_says_so_where_text_is_asked_for(ids_alone, route, change):
+def test_a_server_of_token_ids_alone_says_so_where_a_request_needs_text(ids_alone, route, change):
     refused = httpx.post(f"{ids_alone.url}{route}", json={**COMPLETION, **change}, timeout=PATIENCE)
     served = httpx.post(
         f"{ids_alone.url}/v1/completions", json={**COMPLETION, "prompt": [5, 6]}, timeout=PATIENCE

@@ -116,7 +116,7 @@ def fuzz(server, rounds, seed):
         assert not answer.startswith((b"HTTP/1.1 5", b"HTTP/1.0 5")), (seed, number, content, answer)
 
 
-def test_what_is_sent_and_where_it_stops_harms_nobody(server, world):
+def test_no_bytes_and_no_early_end_harm_other_requests(server, world):
     fuzz(server, rounds=60, seed=0)
 
     assert_whole(server, world)
@@ -124,13 +124,13 @@ def test_what_is_sent_and_where_it_stops_harms_nobody(server, world):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_much_that_is_sent_harms_nobody(server, world, seed):
+def test_random_bytes_harm_no_other_request(server, world, seed):
     fuzz(server, rounds=600, seed=seed)
 
     assert_whole(server, world)
 
 
-def test_a_reader_that_reads_nothing_is_cut_off_and_holds_up_nobody(server, world):
+def test_a_client_that_reads_nothing_is_cut_off_and_delays_no_other(server, world):
     """Its answer is far larger than what lies between server and reader."""
     content, llm = request(prompt=["x"] * 60, max_tokens=100, logprobs=90), server.server.state.llm
     with socket.socket() as sock:

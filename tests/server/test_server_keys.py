@@ -70,7 +70,7 @@ def test_another_scheme_and_two_headers_are_no_key(server):
     assert (basic.status_code, twice.status_code) == (401, 401)
 
 
-def test_who_watches_the_server_needs_no_key(server):
+def test_monitors_need_no_key(server):
     assert client(server).get("/health").status_code == 200
     assert client(server).get("/version").status_code == 200
 

@@ -1,4 +1,4 @@
-"""What one request, and all together, may take; what happens to connections that stop half way."""
+"""Limits on one request and on all together; connections that stop half way."""
 
 import asyncio
 import http.client
@@ -291,7 +291,7 @@ def test_a_body_that_does_not_come_is_waited_for_no_longer_than_allowed(world):
     assert answer["error"]["message"] == "the body was not there after 0.2 s; send it at once"
 
 
-def test_more_requests_than_allowed_are_told_to_come_back(server):
+def test_more_requests_than_allowed_get_429_and_may_retry(server):
     slow = json.dumps({**ASK, "max_tokens": 100, "ignore_eos": True, "prompt": "slow"})
     statuses = []
 
@@ -320,7 +320,7 @@ def test_more_requests_than_allowed_are_told_to_come_back(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_aborts_the_request(server, stream):
+def test_a_client_that_closes_the_connection_aborts_its_request(server, stream):
     llm = server.server.state.llm
     answered = engine_of(server).metrics.finished["length"]
     body = json.dumps({**ASK, "max_tokens": 110, "ignore_eos": True, "stream": stream}).encode()

@@ -71,7 +71,7 @@ def test_totals_are_those_of_the_requests(samples):
 
 
 @pytest.mark.parametrize("adapter", [BASE_NAME, *NAMES])
-def test_each_adapter_has_its_own_also_one_that_nobody_asked_for(samples, adapter):
+def test_each_adapter_has_its_own_also_one_without_requests(samples, adapter):
     lengths = [length for name, length in ASKED if name == adapter]
 
     assert value(samples, "minivllm:adapter_requests_total", adapter=adapter) == len(lengths)
@@ -124,7 +124,7 @@ def test_names_beyond_the_most_share_a_label():
     assert requests == {"base": 0, "a": 1, "b": 0, OTHER: 3}
 
 
-def test_a_line_of_the_log_says_who_asked_for_what(tmp_path_factory, caplog):
+def test_a_line_of_the_log_has_client_model_and_tokens(tmp_path_factory, caplog):
     caplog.set_level(logging.INFO, logger="minivllm.access")
     with serving(tiny_world(tmp_path_factory), "qv") as server:
         with client_of(server) as client:

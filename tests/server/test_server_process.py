@@ -1,4 +1,4 @@
-"""A server whose engine is in a process of its own: what it says of the engine, and what it says when that is gone."""
+"""A server whose engine is in a process of its own: its responses while that runs and when it has died."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_a_page_sees_steps_as_they_happen(server):
     assert {row["adapter"] for step in steps for row in step["rows"]} == {"qv"}
 
 
-def test_its_end_is_told_to_whoever_waits_and_to_whoever_comes(world, tmp_path):
+def test_its_end_is_an_error_for_running_and_for_new_requests(world, tmp_path):
     body = {"model": "qv", "prompt": "long", "max_tokens": 120, "n": 8, "ignore_eos": True, "stream": True}
     with serving(world, "qv", in_a_process=True) as server:
         call = server.server.state.llm._client.call

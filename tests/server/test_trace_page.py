@@ -120,7 +120,7 @@ def test_the_page_counts_as_the_trace_does(tab, engine):
     assert min(counts[name] for name in ("loads", "evictions", "times passed over")) > 0
 
 
-def test_each_step_shows_its_rows_and_who_waits(tab, engine):
+def test_each_step_shows_its_rows_and_the_queue(tab, engine):
     for column, record in enumerate(engine.trace.records):
         tab.page.evaluate(f"page.go({column})")
 

@@ -76,7 +76,7 @@ def test_the_last_output_waits_for_no_step(world):
     assert len(events.calls) == 1
 
 
-def test_no_output_waits_for_a_call_that_holds_up_the_steps(world):
+def test_no_output_waits_for_a_call_that_delays_the_steps(world):
     loop, events, woken = make_loop(world, on_gpu=True), SomeEventLoop(), []
     begin(loop, events)
 
