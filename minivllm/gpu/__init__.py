@@ -46,7 +46,7 @@ def _triton(max_tokens: int, max_samples: int, device: torch.device | str, confi
 
 def _paged(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
     refuse_without_gpu("paged", device)
-    from minivllm.gpu.paged_backend import PagedBackend
+    from minivllm.gpu.pages.backend import PagedBackend
 
     return PagedBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
 
@@ -60,7 +60,7 @@ def _invariant(max_tokens: int, max_samples: int, device: torch.device | str, co
 
 def make_slot_writer(wrapped: Any, device: torch.device | str) -> Any:
     """What writes the slots of these layers on a GPU."""
-    from minivllm.gpu.paged_writer import PagedSlotWriter
+    from minivllm.gpu.pages.writer import PagedSlotWriter
     from minivllm.gpu.slot_writer import SlotWriter
 
     pool = getattr(wrapped.backend, "pool", None)

@@ -23,8 +23,8 @@ def add_to(parts: Parts) -> None:
         if on_gpu:
             parts.manager["make_slot_writer"] = parts.lora.make_slot_writer
         if lora_config.backend_on(config.device) in PAGED_BACKENDS:
-            from minivllm.gpu.elastic_manager import ElasticModelManager
-            from minivllm.gpu.shared_memory import SharedMemory
+            from minivllm.gpu.pages.manager import ElasticModelManager
+            from minivllm.gpu.pages.shared_memory import SharedMemory
 
             parts.manager_class, parts.make_scheduler = ElasticModelManager, make_scheduler
             parts.runner["memory"] = SharedMemory(parts.runner.get("memory", KVMemory()))
@@ -73,7 +73,7 @@ def make_scheduler(runner: ModelRunner, *arguments: Any, **options: Any) -> Sche
     blocks_a_page = getattr(runner.memory_plan, "blocks_a_page", 0)
     if not blocks_a_page:
         return Scheduler(*arguments, **options)
-    from minivllm.gpu.elastic.scheduler import ElasticScheduler
+    from minivllm.gpu.pages.scheduler import ElasticScheduler
 
     manager = runner.worker_manager.manager
     return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)

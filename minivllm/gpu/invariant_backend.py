@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.gpu.paged_backend import PagedBackend, Tiling
+from minivllm.gpu.pages.backend import PagedBackend, Tiling
 from minivllm.gpu.sgmv import LoRAKernelMeta
 
 # Rows of a tile, and shares of K, for any number of tokens.

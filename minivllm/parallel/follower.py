@@ -118,7 +118,9 @@ class Follower:
                 continue
             lora = self.adapters[seat.number].result()
             if seat.pages:
-                from minivllm.gpu.page_ledger import ToldPages  # where there are pages, minivllm.gpu is there
+                from minivllm.gpu.pages.ledger import (
+                    ToldPages,  # where there are pages, minivllm.gpu is there
+                )
 
                 manager.pool.ledger.lender = ToldPages(seat.pages)
             manager.place_adapter(lora, seat.slot)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from minivllm.config import LoRAConfig, SchedulerConfig
-from minivllm.gpu.elastic_manager import ElasticModelManager
-from minivllm.gpu.page_pool import PagePool
+from minivllm.gpu.pages.manager import ElasticModelManager
+from minivllm.gpu.pages.pool import PagePool
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.tiers import MakeCache, least_recently_used

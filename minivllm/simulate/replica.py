@@ -11,8 +11,8 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler
-from minivllm.gpu.elastic.scheduler import ElasticScheduler
-from minivllm.gpu.page_pool import PAGE_RANKS
+from minivllm.gpu.pages.pool import PAGE_RANKS
+from minivllm.gpu.pages.scheduler import ElasticScheduler
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.tiers import MakeCache, least_recently_used
 from minivllm.policies.install import rank_of

@@ -3,7 +3,7 @@
 import pytest
 from tiny_engine import greedy, tiny_world, tokens_of
 
-from minivllm.gpu.page_ledger import PageLedger, ToldPages
+from minivllm.gpu.pages.ledger import PageLedger, ToldPages
 
 PROMPT = [5, 6, 7, 8, 9]
 

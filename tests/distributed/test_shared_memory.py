@@ -8,9 +8,9 @@ from minivllm import EngineArgs
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig, ParallelConfig
 from minivllm.economics import GIB, plan, slot_memory
-from minivllm.gpu.elastic_manager import ElasticModelManager
-from minivllm.gpu.paged_slots import ALIGNMENT
-from minivllm.gpu.paged_writer import PagedSlotWriter
+from minivllm.gpu.pages.manager import ElasticModelManager
+from minivllm.gpu.pages.slots import ALIGNMENT
+from minivllm.gpu.pages.writer import PagedSlotWriter
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights

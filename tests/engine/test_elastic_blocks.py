@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.core.request_queue import WaitingQueue
-from minivllm.gpu.elastic.admission import ElasticAdmission
-from minivllm.gpu.elastic.block_pool import ElasticBlockPool
-from minivllm.gpu.page_ledger import PageLedger
+from minivllm.gpu.pages.admission import ElasticAdmission
+from minivllm.gpu.pages.block_pool import ElasticBlockPool
+from minivllm.gpu.pages.ledger import PageLedger
 from minivllm.simulate.adapters import RecordedWorker
 from minivllm.simulate.replica import lora_request
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.gpu.page_ledger import PageLedger
+from minivllm.gpu.pages.ledger import PageLedger
 
 PAGES = 9
 

@@ -22,7 +22,7 @@ from minivllm.config import ModelConfig, check_one_order
 from minivllm.gpu.invariant_backend import invariant_backend
 from minivllm.gpu.kernels.invariant_linear import FASTEST, invariant_linear
 from minivllm.gpu.paged_attention import query_tiles
-from minivllm.gpu.paged_backend import PagedBackend
+from minivllm.gpu.pages.backend import PagedBackend
 from minivllm.layers.linear import ColumnParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import minivllm
-from minivllm.gpu.paged_slots import PagedSlots
+from minivllm.gpu.pages.slots import PagedSlots
 
 __all__ = ["new_memory_is_nan"]
 

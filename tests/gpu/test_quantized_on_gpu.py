@@ -9,7 +9,7 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids, transformers_model
 
 from minivllm import LLM, LoRARequest
-from minivllm.gpu.paged_backend import PagedBackend
+from minivllm.gpu.pages.backend import PagedBackend
 from minivllm.models.registry import get_model
 
 pytest.importorskip("torchao")

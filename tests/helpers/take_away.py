@@ -24,7 +24,7 @@ PARTS = (
 # Every folder beside the core, and the modules of others that cannot be imported without it. Those that the engine is
 # put together from have their line in assembly.py; those on top have none, because nothing below knows them.
 NEEDED_BY: dict[str, tuple[str, ...]] = {
-    "options": ("gpu.paged_halves", "gpu.triton_halves", "vllm"),
+    "options": ("gpu.pages.halves", "gpu.triton_halves", "vllm"),
     "sources": (
         "vllm",
         "serving",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minivllm.gpu.kernels.paged_pieces import PagedPieces
-from minivllm.gpu.page_pool import PagePool
+from minivllm.gpu.pages.pool import PagePool
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 

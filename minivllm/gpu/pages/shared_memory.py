@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.gpu.page_pool import PagePool
+from minivllm.gpu.pages.pool import PagePool
 from minivllm.worker.kv_memory import KVMemory, MemoryPlan
 from minivllm.worker.model_runner import ModelRunner
 

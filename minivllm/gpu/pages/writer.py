@@ -6,8 +6,8 @@ Stands for `set_lora` in vllm/lora/layers/base_linear.py (v0.22.1).
 import torch
 
 from minivllm.gpu.kernels.paged_pieces import PagedPieces
-from minivllm.gpu.page_pool import PagePool
-from minivllm.gpu.paged_slots import PagedSlots
+from minivllm.gpu.pages.pool import PagePool
+from minivllm.gpu.pages.slots import PagedSlots
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.slots import Slots
 from minivllm.lora.wrapping import WrappedModules

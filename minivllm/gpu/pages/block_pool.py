@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence, Set
 
 from minivllm.core.block_pool import BlockPool
-from minivllm.gpu.elastic_manager import ElasticModelManager
+from minivllm.gpu.pages.manager import ElasticModelManager
 
 
 class ElasticBlockPool(BlockPool):

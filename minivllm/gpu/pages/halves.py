@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from minivllm.config import PAGE_RANKS
-from minivllm.gpu.paged_slots import PagedB, PagedSlots
+from minivllm.gpu.pages.slots import PagedB, PagedSlots
 from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.lora_weights import LoRALayerWeights

@@ -3,9 +3,9 @@
 from typing import Any
 
 from minivllm.core.scheduler import Scheduler
-from minivllm.gpu.elastic.admission import ElasticAdmission
-from minivllm.gpu.elastic.block_pool import ElasticBlockPool
-from minivllm.gpu.elastic_manager import ElasticModelManager
+from minivllm.gpu.pages.admission import ElasticAdmission
+from minivllm.gpu.pages.block_pool import ElasticBlockPool
+from minivllm.gpu.pages.manager import ElasticModelManager
 
 
 class ElasticScheduler(Scheduler):

@@ -5,7 +5,7 @@ Beside vllm/lora/model_manager.py (v0.22.1), where the number of slots is fixed.
 
 from collections.abc import Set
 
-from minivllm.gpu.page_pool import PagePool
+from minivllm.gpu.pages.pool import PagePool
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 

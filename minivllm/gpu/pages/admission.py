@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.request_queue import WaitingQueue
-from minivllm.gpu.elastic_manager import ElasticModelManager
+from minivllm.gpu.pages.manager import ElasticModelManager
 
 
 class ElasticAdmission(LoRAAdmission):

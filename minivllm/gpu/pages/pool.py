@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minivllm.config import PAGE_RANKS
-from minivllm.gpu.page_ledger import Lender, PageLedger
+from minivllm.gpu.pages.ledger import Lender, PageLedger
 from minivllm.layers.to_device import to_device
 
 

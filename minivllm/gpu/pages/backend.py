@@ -7,8 +7,8 @@ from minivllm.gpu.kernels.paged_pieces import PagedPieces
 from minivllm.gpu.kernels.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
 from minivllm.gpu.kernels.paged_tuning import PagedShrinkTiles, paged_expand_tiles, paged_shrink_tiles
 from minivllm.gpu.kernels.update import DeferredUpdate, Update
-from minivllm.gpu.page_pool import PagePool
-from minivllm.gpu.paged_slots import PagedB, PagedSlots
+from minivllm.gpu.pages.pool import PagePool
+from minivllm.gpu.pages.slots import PagedB, PagedSlots
 from minivllm.gpu.sgmv import LoRAKernelMeta, TileList, expand, shrink
 from minivllm.gpu.sgmv.tuning import FEW_TOKENS
 from minivllm.gpu.triton_backend import TritonBackend
@@ -72,7 +72,7 @@ class PagedBackend(TritonBackend):
 
     def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> Slots:
         """Slots whose A and B are used apart, where processes share out the ranks of these slices' A's."""
-        from minivllm.gpu.paged_halves import PagedHalves  # an option of minivllm.options asks for it
+        from minivllm.gpu.pages.halves import PagedHalves  # an option of minivllm.options asks for it
 
         def place(kind: type[PagedSlots], of_half: Slots, page_ranks: int) -> PagedSlots:
             return self._keep(kind(of_half, self.live_ranks.outdate, self.pool, page_ranks))
