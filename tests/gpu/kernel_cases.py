@@ -124,31 +124,6 @@ def slots(sanitizer, tokens, slots, rank, width, heights, kind="mixed", splits=2
     return out.view
 
 
-def wide(sanitizer, tokens, slots, rank, heights):
-    """An expand whose h lies in a product that holds it for every slot, as folded slots give it."""
-    picks, n = mixture(tokens, slots, "mixed"), len(heights)
-    h = random(n, tokens, rank, seed=30)
-    b, y = (
-        [random(slots, height, rank, seed=i) for i, height in enumerate(heights)],
-        random(tokens, sum(heights)),
-    )
-    product = torch.full((tokens, slots, n, rank), NAN)
-    rows = (picks >= 0).nonzero()[:, 0]
-    product[rows, picks[rows]] = h[:, rows].transpose(0, 1)
-    around, out = guard(product.flatten(1), row_gap=3), guard(y, row_gap=3)
-    sanitizer.reach = [around.view]
-    of_slot_0 = around.view[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]
-
-    with sanitizer.watching():
-        live_b = [guarded(one) for one in b]
-        lora_expand_op.expand(of_slot_0, live_b, out.view, tile_list(picks, slots), h_slot_stride=n * rank)
-
-    out.assert_written_only_where((picks >= 0)[:, None])
-    expected = exact_expand(h, b, y, picks, [[rank] * slots] * n)
-    assert_rows_close(out.view, expected, picks, 2 * CLOSE)
-    return out.view
-
-
 def guarded_ints(values):
     """The same, of two dimensions."""
     return Guarded(values, 2, DEVICE).view

@@ -35,7 +35,6 @@ PLACES = [((8, 21), (5, 21)), ((33, 8), (33, 3)), ((4, 7), (4, 7)), ((3, 5), (0,
 # Together they launch every kernel.
 FAMILIES = {
     "slots": functools.partial(cases.slots, tokens=17, slots=3, rank=7, width=37, heights=[19, 40]),
-    "wide": functools.partial(cases.wide, tokens=17, slots=3, rank=7, heights=[19, 40]),
     "write a slot": functools.partial(cases.write_slot, shapes=PLACES[2::-1], slot=2),
     "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),

@@ -193,23 +193,6 @@ def test_an_expand_may_overwrite():
     y.assert_written_only_where(batch.is_adapter[:, None])
 
 
-@pytest.mark.parametrize("shape", shapes("4.3"))
-def test_an_expand_reads_h_of_the_rows_own_slot_from_a_product_that_holds_all_slots(shape):
-    batch = Batch(shape, torch.float32)
-    n, slots, rank = len(batch.widths), batch.slots, batch.rank
-    wide = torch.full((batch.tokens, slots, n, rank), float("nan"))
-    for row, slot in enumerate(batch.token_slots.tolist()):
-        if slot >= 0:
-            wide[row, slot] = batch.live_h(batch.h)[:, row]
-
-    y, wide = guarded(batch.y), guarded(wide.flatten(1))
-    h = wide[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]
-    expand(h, batch.live_b, y, batch.tiles, on_device(batch.ranks), h_slot_stride=n * rank)
-
-    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
-    assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize("dimensions", [3, 4])
 @pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=name_of)
 def test_vllms_entry_points_give_complete_sums_and_overwrite_or_add(shape, dimensions):

@@ -14,7 +14,7 @@ from minivllm.gpu.sgmv.tuning import can_overlap, expand_tiles
 # These strides differ from step to step: not a variant of the kernel for each of their values.
 @triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride"])
 def _lora_expand_kernel(
-    h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
+    h_ptr,  # (splits, n, T, R)
     b_ptrs,  # n x (S, N_i, R)
     y_ptr,  # (T, >= N)
     rows_ptr,  # (T,) rows by slot
@@ -26,7 +26,6 @@ def _lora_expand_kernel(
     h_split_stride,
     h_slice_stride,
     h_row_stride,
-    h_slot_stride,
     b_slot_strides,  # n
     b_row_stride,
     y_row_stride,
@@ -43,9 +42,8 @@ def _lora_expand_kernel(
     y[row, offset of slice i + column] += sum over splits of h[split, i, row] · B_i[slot, column]; = without ADD.
     Axis 0 of the grid counts tiles (slot -1 is none), axis 1 blocks of BLOCK_N columns: those of slice 0, then those of
     slice 1, and so on. A slice need not fill its last block, nor R its one block of BLOCK_R.
-    h and B past the live rank may hold anything and are not read. A slot's h begins `h_slot_stride` elements past that
-    of the slot before. Planes are summed in float32 and multiplied in B's dtype, with input_precision="ieee", into
-    float32. Row and slot numbers in int64.
+    h and B past the live rank may hold anything and are not read. Planes are summed in float32 and multiplied in B's
+    dtype, with input_precision="ieee", into float32. Row and slot numbers in int64.
     With OVERLAP the kernels ahead may still run: tl.extra.cuda.gdc_wait() before h or y is read, and before any return.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -76,8 +74,7 @@ def _lora_expand_kernel(
             # Up to here nothing depends on the product before; from here on, its h and its y must be there.
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
-            h_block = h_ptr + i * h_slice_stride + slot * h_slot_stride
-            h_block += rows[:, None] * h_row_stride + rank[None, :]
+            h_block = h_ptr + i * h_slice_stride + rows[:, None] * h_row_stride + rank[None, :]
             h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
             for split in tl.static_range(SPLITS):
                 h += tl.load(
@@ -104,7 +101,6 @@ def expand(
     tiles: TileList,
     ranks: torch.Tensor | None = None,
     add_inputs: bool = True,
-    h_slot_stride: int = 0,
 ) -> None:
     """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
 
@@ -112,7 +108,6 @@ def expand(
     lora_b  n x (S, N_i, R) of one row stride, rank contiguous; slice i begins where slice i - 1 ends
     y       (T, >= N), rows may be further apart than N
     ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
-    h_slot_stride  elements from one slot's h to the next, for products that hold h for all slots; 0 = one h a row
 
     Base rows of y are not touched.
     """
@@ -135,7 +130,6 @@ def expand(
         h.stride(0),
         h.stride(1),
         h.stride(2),
-        h_slot_stride,
         tuple(b.stride(0) for b in lora_b),
         lora_b[0].stride(1),
         y.stride(0),
