@@ -8,7 +8,7 @@ Implements  of `LoRAExtensions`: `backends` (each a `Backend`) and `make_slot_wr
             `LRUCacheLoRAModelManager` and of `Scheduler` for adapters that share the KV cache's memory. install.py
             says when each is taken
 Options     `punica_backend`, `batch_invariant`, `enforce_eager`
-Costs       some 6,500 lines. Kernels are compiled and graphs captured at the start.
+Costs       some 5,500 lines. Kernels are compiled and graphs captured at the start.
             A copy of an adapter takes room in page-locked memory; an engine on a CPU imports this file alone
 """
 
