@@ -92,6 +92,13 @@ Eviction = Annotated[str, typer.Option(help="Who leaves full slots, or memory: l
 Scheduling = Annotated[
     str, typer.Option(help="Who goes first: fcfs, adapter-affine, rank-aware, shortest-first or fair.")
 ]
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        help="Slots: adapters in one batch. By default 4, or `--max-cpu-loras` if that is fewer, but on a GPU as "
+        "many as memory has room for."
+    ),
+]
 LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
 
 
@@ -138,7 +145,7 @@ def generate(
     adapter: Adapters = None,
     adapter_folder: AdapterFolder = None,
     base_model_name: BaseModelName = None,
-    max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
+    max_loras: Slots = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
     bias_enabled: Bias = False,
@@ -210,13 +217,7 @@ def serve(
     max_queued: Annotated[
         int | None, typer.Option(min=0, help="Requests that wait for a place in the batch; 429 beyond.")
     ] = 1024,
-    max_loras: Annotated[
-        int | None,
-        typer.Option(
-            help="Slots: adapters in one batch. By default 4, or `--max-cpu-loras` if that is fewer, but on a GPU as "
-            "many as memory has room for."
-        ),
-    ] = None,
+    max_loras: Slots = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
     bias_enabled: Bias = False,

@@ -33,6 +33,8 @@ LOAD_FORMATS = ("auto", "dummy")
 CPU_KV_CACHE_BYTES = 2**30
 # Slots where adapters lie in pages and nobody says how many. The last bounds slots times rank.
 MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
+# The same where all slots are of one size, and allocated at the start.
+SLOTS = 4
 # No memory holds slots of more. Even to count their bytes would take all there is, or overflow.
 LARGEST_LORAS, LARGEST_RANK, LARGEST_EXTRA_VOCAB = 1_000_000, 2**20, 2**20
 LARGEST_THREADS = 1024
@@ -50,7 +52,7 @@ class LoRAConfig:
 
     max_lora_rank   R: the largest rank a slot holds
     max_loras       S: slots, so the most distinct adapters of one batch. None = as many as memory and demand ask for
-                    where adapters lie in pages (see `on_device`), else 1
+                    where adapters lie in pages (see `on_device`), else 4; never more than `max_cpu_loras`
     max_cpu_loras   adapters kept in memory, those in slots included; None = max_loras, never fewer
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
@@ -131,7 +133,7 @@ class LoRAConfig:
         """
         if self.max_loras is not None:
             return self
-        slots, backend = 1, self.punica_backend
+        slots, backend = SLOTS, self.punica_backend
         if self.backend_on(device) in PAGED_BACKENDS:
             slots = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank))
             backend = self.backend_on(device)

@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from minivllm.commands.common import CPU_SLOTS, resolve_model
+from minivllm.commands.common import resolve_model
 from minivllm.commands.serve import adapters_of, api_keys, model_name
+from minivllm.config import SLOTS
 from minivllm.engine_args import EngineArgs
 from minivllm.policies.routing import POLICIES
 from minivllm.server.settings import ServerSettings
@@ -61,7 +62,7 @@ class FleetArgs(BaseModel):
 
     def engine_args(self, model: str) -> EngineArgs:
         """Of one engine.   model: a folder"""
-        options = {"max_loras": CPU_SLOTS, "max_lora_rank": 64, **self.engine}  # as `minivllm serve`
+        options = {"max_loras": SLOTS, "max_lora_rank": 64, **self.engine}  # as `minivllm serve`
         return EngineArgs(model=model, enable_lora=True, **options)
 
     def found_engine_args(self) -> EngineArgs:

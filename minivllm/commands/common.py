@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from minivllm.config import parse_device
 from minivllm.lora.request import LoRARequest
 
 console = Console()
@@ -26,16 +25,11 @@ ENGINE_OPTIONS = (
     *("device", "dtype", "quantization", "threads", "load_format", "max_model_len"),
     *("eviction_policy", "scheduling_policy", "tensor_parallel_size", "disable_custom_all_reduce"),
 )
-# Of a server on a CPU, where slots are allocated once; fewer where fewer adapters are kept in memory.
-CPU_SLOTS = 4
 
 
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     """Of a command's options, by name, those that `EngineArgs` takes."""
     options = {name: given[name] for name in ENGINE_OPTIONS if name in given}
-    if "max_loras" in given and given["max_loras"] is None and parse_device(given["device"]) == "cpu":
-        kept = given.get("max_cpu_loras")
-        options["max_loras"] = CPU_SLOTS if kept is None else max(1, min(CPU_SLOTS, kept))
     if "punica" in given:
         options["punica_backend"] = given["punica"]
     if "long_lora_scaling_factors" in given:

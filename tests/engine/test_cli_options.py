@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import minivllm
 from minivllm.cli import app, main
 from minivllm.commands.options import options_of, with_options_of
+from minivllm.config import LoRAConfig
 from minivllm.errors import EngineDeadError
 from minivllm.models.demo_model import _silence_library_bars
 
@@ -79,7 +80,9 @@ class TestServe:
 
         run(app, ["serve", "--device", "cpu", *arguments])
 
-        assert [options["max_loras"] for options in told] == [slots]
+        [options] = told
+        config = LoRAConfig(max_loras=options["max_loras"], max_cpu_loras=options["max_cpu_loras"])
+        assert config.on_device("cpu").max_loras == slots
 
     @pytest.mark.parametrize("kept", [0, -3])
     def test_keeps_at_least_one_adapter_in_memory(self, monkeypatch, capsys, kept):
