@@ -15,6 +15,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
+from minivllm.engine.input_processor import base_limits
 from minivllm.engine.parts import scheduler_arguments, scheduler_options
 from minivllm.extension import Extension
 from minivllm.gpu import GPU
@@ -75,16 +76,15 @@ def make_core(parts: Parts, tokenizer: Any, warm_up: bool, clock: Callable[[], f
     executor = parts.make_executor(config, make_model_runner, tokenizer)
     if warm_up:
         executor.warm_up()
-    queues, adapters = RequestQueues(), None
+    queues, adapters, limits_of = RequestQueues(), None, base_limits
     if (worker := executor.runner.worker_manager) is not None:
-        make_reader, with_tokenizers = parts.make_traits_reader, tokenizer is not None
-        reader = make_reader and make_reader(worker.manager, with_tokenizers)
-        adapters = AdapterRegistry(queues, worker, reader, parts.find_by_name)
+        limits_of = parts.make_limits_of(worker.manager, tokenizer is not None)
+        adapters = AdapterRegistry(queues, worker, parts.find_by_name)
         listeners = (make(adapters.manager.get_adapter) for make in parts.make_listeners)
         adapters.manager.listeners.extend(listeners)
     scheduler = make_scheduler(parts, executor.runner, queues, adapters)
     core_class = parts.core_class(executor.runner)
-    return core_class(config, executor, scheduler, adapters, tokenizer, clock)
+    return core_class(config, executor, scheduler, adapters, tokenizer, clock, limits_of)
 
 
 def make_model_runner(

@@ -10,6 +10,7 @@ from typing import Any
 from minivllm.config import EngineConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler, SchedulingPolicy, first_come_first_served
 from minivllm.engine.core import EngineCore
+from minivllm.engine.input_processor import LimitsOf, base_limits
 from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
@@ -58,7 +59,7 @@ class Parts:
     lora             what adapters have, come from and are computed by
     runner           further arguments of `ModelRunner`
     manager_class, manager   what keeps adapters in memory and slots, and further arguments of it
-    make_traits_reader   (manager, with_tokenizers) -> `traits_reader` of `AdapterRegistry`; None = there is none
+    make_limits_of   (manager, with_tokenizers) -> `limits_of` of `EngineCore`
     find_by_name     as of `AdapterRegistry`
     make_listeners   each makes one that hears of what happens to adapters, of what looks an adapter up
     make_executor    as `run_here`
@@ -73,7 +74,7 @@ class Parts:
     runner: dict[str, Any] = field(default_factory=dict)
     manager_class: type[LRUCacheLoRAModelManager] = LRUCacheLoRAModelManager
     manager: dict[str, Any] = field(default_factory=dict)
-    make_traits_reader: Callable[..., Any] | None = None
+    make_limits_of: Callable[..., LimitsOf] = lambda manager, with_tokenizers: base_limits
     find_by_name: Callable[..., Any] | None = None
     make_listeners: list[Callable[[GetAdapter], Any]] = field(default_factory=list)
     make_executor: Callable[..., Executor] = run_here

@@ -7,18 +7,14 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 from labs.kit.overlay import Todo
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
-from minivllm.engine.adapter import (
-    Adapter,
-    AdapterTraits,
-    AdapterVersion,
-)
+from minivllm.engine.adapter import Adapter, AdapterVersion
 from minivllm.errors import RuntimeRefusal, is_leaving, is_recoverable, recoverable
 from minivllm.lora.loading import real_folder
 from minivllm.lora.request import LoRARequest
@@ -34,8 +30,6 @@ class AdapterRegistry:
     worker     reads, removes and pins adapters. It is the registry's own: callers get `engine.runner.lora_manager`,
                which leads here
     manager    the same adapters in memory and in slots
-    traits_reader  says what prompts of an adapter that is not plain may be (`TraitsReader` of options); None: all
-                   adapters have the base model's vocabulary, tokenizer and context
     find_by_name   (name, base model, known names) -> the request of an adapter that nobody has named yet
                    (`minivllm.sources.find_by_name`); None: requests bring their adapter's folder
 
@@ -49,7 +43,6 @@ class AdapterRegistry:
         self,
         queues: RequestQueues,
         worker: LRUCacheWorkerLoRAManager,
-        traits_reader: Any = None,
         find_by_name: Callable[[str, str, Collection[str]], LoRARequest] | None = None,
     ) -> None:
         self.queues = queues
@@ -59,13 +52,12 @@ class AdapterRegistry:
         self.by_name: dict[str, int] = {}
         self.noted: set[int] = set()
         self.pinned: set[int] = set()
-        self._traits_reader = traits_reader
         self._find_by_name = find_by_name
 
     # ---- naming ---------------------------------------------------------------------------------------------
 
-    def examine(self, lora_request: LoRARequest) -> AdapterTraits:
-        """What there is to know of an adapter before a request of it is taken; nothing changes.
+    def examine(self, lora_request: LoRARequest) -> Mapping[str, Any]:
+        """What options find of an adapter before a request of it is taken (`LoRAModel.beside`); nothing changes.
 
         ValueError: id, name or folder contradict what is registered, or the adapter does not fit. FileNotFoundError:
         it is not there.
@@ -76,17 +68,10 @@ class AdapterRegistry:
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(error))
             raise
         if adapter is None or lora_request.load_inplace:
-            lora = self.worker.source.check(lora_request)
-            traits = AdapterTraits(name=lora_request.lora_name)
-            if self._traits_reader and lora.beside:
-                traits = self._traits_reader.read(traits, lora, lora_request)
-            return traits
+            return self.worker.source.check(lora_request).beside
         # Of the reload that is to come, if there is one, else of what is in memory.
-        traits, lora = adapter.traits, None if adapter.reloads else self.manager.get_adapter(adapter.id)
-        is_plain = traits.is_plain and not (lora and lora.beside)
-        if self._traits_reader and not is_plain:
-            traits = self._traits_reader.now(traits, lora, adapter.request)
-        return traits
+        lora = None if adapter.reloads else self.manager.get_adapter(adapter.id)
+        return adapter.found if lora is None else lora.beside
 
     def _identify(self, lora_request: LoRARequest) -> Adapter | None:
         """The adapter with this id, if there is one. ValueError if it is another one, or on its way out."""
@@ -125,26 +110,24 @@ class AdapterRegistry:
         return path != adapter.path if found is None else found != inode_of(adapter.request.lora_path)
 
     def register(
-        self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
+        self, lora_request: LoRARequest, owner: str, found: Mapping[str, Any]
     ) -> tuple[LoRARequest, int]:
         """The adapter a new request means, and its generation; the first mention registers it.
 
-        traits   what `examine` found
+        found   by `examine`
 
         A second name for the same id and folder is an alias. A reload from another folder brings its own name: the
         names before it led to other weights, and are free.
         """
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
-        if self._traits_reader and traits.added_tokens:
-            traits = self._traits_reader.keep(adapter_id, traits)
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
         if adapter is None:
             request = self.worker.source.resolve(lora_request)
-            adapter = Adapter(AdapterVersion(request, lora_request.lora_path, traits), owner)
+            adapter = Adapter(AdapterVersion(request, lora_request.lora_path, found), owner)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
-            adapter = self._with_order(adapter, lora_request, traits)
+            adapter = self._with_order(adapter, lora_request, found)
         if name not in adapter.names:
             adapter.version = adapter.version._replace(names=(*adapter.names, name))
         # All of a change at once: an interrupt may come between any two lines.
@@ -154,7 +137,7 @@ class AdapterRegistry:
         self.by_name[name] = adapter_id
         return adapter.request, adapter.generation
 
-    def _with_order(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
+    def _with_order(self, adapter: Adapter, order: LoRARequest, found: Mapping[str, Any]) -> Adapter:
         """A copy of the record with one more reload to come, and what new requests find of it."""
         request, names = self.worker.source.resolve(order), adapter.names
         at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
@@ -162,7 +145,7 @@ class AdapterRegistry:
             request = replace(request, lora_name=adapter.request.lora_name)
         else:
             names = ()
-        version = AdapterVersion(request, order.lora_path, traits, names)
+        version = AdapterVersion(request, order.lora_path, found, names)
         ordered = self._with_reload(adapter, at_once)
         return replace(
             ordered, version=version, before={**adapter.before, ordered.generation: adapter.version}
@@ -222,8 +205,10 @@ class AdapterRegistry:
         if not (self._go_back_from_unread(adapter) and adapter.was_read):
             self.release_unused(adapter_id)
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
+    def add_lora(self, lora_request: LoRARequest, found: Mapping[str, Any] | None = None) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.
+
+        found   by `examine`, if it was asked
 
         With `load_inplace` it is read again: at once, or when the requests that use it have finished. In the latter
         case the answer is False. RuntimeError when all that memory holds is pinned or in use. After an error the
@@ -231,7 +216,8 @@ class AdapterRegistry:
         """
         known = self.adapters.get(lora_request.lora_int_id)
         before = known and known.version
-        request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
+        found = self.examine(lora_request) if found is None else found
+        request, generation = self.register(lora_request, "add_lora", found)
         adapter = self.adapters[request.lora_int_id]
         registered = adapter.version
         try:
@@ -338,8 +324,6 @@ class AdapterRegistry:
         The record takes the version before, with those of its names that no other adapter has taken meanwhile. Where
         another reload has been ordered since, the record is of that one, and a failure of it leads further back.
         """
-        if self._traits_reader:
-            self._traits_reader.forget(adapter.id)
         version = adapter.before.get(generation)
         later = min((g for g in adapter.before if g > generation), default=None)
         if version is not None and later is None:
@@ -380,8 +364,6 @@ class AdapterRegistry:
 
     def _forget(self, adapter: Adapter) -> None:
         """Drop all that was noted of it: under the same id and names there may soon be another adapter."""
-        if self._traits_reader and adapter.traits.added_tokens:
-            self._traits_reader.forget(adapter.id)
         self.manager.tell("forget", adapter.id)
         for name in adapter.names:
             self.by_name.pop(name, None)

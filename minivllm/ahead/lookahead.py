@@ -4,14 +4,13 @@ There it is vllm/v1/core/sched/async_scheduler.py. A GPU then always has a step 
 and tells callers what is new.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.ahead.tokens_ahead import TokensAhead
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
-from minivllm.engine.adapter import BASE, AdapterTraits
 from minivllm.engine.core import EngineCore, NewRequest
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import id_in_use
@@ -68,12 +67,16 @@ class LookaheadCore(EngineCore):
     # ---- before what changes requests -------------------------------------------------------------------------
 
     def check_request(
-        self, request: Request, text: str | None = None, traits: AdapterTraits = BASE
+        self,
+        request: Request,
+        text: str | None = None,
+        tokenizer: Any = None,
+        found: Mapping[str, Any] = {},
     ) -> NewRequest:
         # The scheduler no longer knows a request whose last token is still to be read.
         if self.unread is not None and request.request_id in {r.request_id for r in self.unread.answered}:
             raise id_in_use(request.request_id)
-        return super().check_request(request, text, traits)
+        return super().check_request(request, text, tokenizer, found)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._answer(self.pending)

@@ -3,6 +3,7 @@
 Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps a LoRARequest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -10,40 +11,18 @@ from typing import Any, NamedTuple
 from minivllm.lora.request import LoRARequest
 
 
-class AdapterTraits(NamedTuple):
-    """What of an adapter its requests' prompts depend on. A plain adapter has the base model's, and a name.
-
-    scaling_factor   of the rotary embedding: the positions it was trained for, in multiples of the base model's
-    added_tokens     how many tokens it adds to the vocabulary
-    tokenizer        its own, where it adds tokens and brings one; None = the base model's
-    name             for people
-    """
-
-    scaling_factor: float = 1.0
-    added_tokens: int = 0
-    tokenizer: Any = None
-    name: str = ""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.scaling_factor == 1.0 and not self.added_tokens
-
-
-BASE = AdapterTraits()
-
-
 class AdapterVersion(NamedTuple):
     """What an order to load an adapter, or to load it again, says of it. A reload that fails brings back the last one.
 
     request   as steps load it: its name, the real folder that its path led to at the order, without `load_inplace`
     path      as the order gave it: perhaps a link, which may lead elsewhere or nowhere by now, or a hub id
-    traits    without its tokenizer
+    found     what options found of the whole adapter (`LoRAModel.beside`); {} for a plain one
     names     by which requests may name it
     """
 
     request: LoRARequest
     path: str
-    traits: AdapterTraits
+    found: Mapping[str, Any]
     names: tuple[str, ...] = ()
 
 
@@ -75,7 +54,7 @@ class Adapter:
 
     request = property(attrgetter("version.request"))
     path = property(attrgetter("version.path"))
-    traits = property(attrgetter("version.traits"))
+    found = property(attrgetter("version.found"))
     names = property(attrgetter("version.names"))
 
     @property

@@ -1,15 +1,15 @@
 """Requests in, one step at a time, outputs out. Stands for vllm/v1/engine/core.py (v0.22.1)."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import BASE, AdapterTraits
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.input_processor import LimitsOf, base_limits
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor, RequestState
 from minivllm.engine.outputs import RequestOutput
@@ -21,12 +21,15 @@ from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
 class NewRequest(NamedTuple):
-    """A request that may be added: its parent if it is for several answers, and what is kept of each of these."""
+    """A request that may be added: its parent if it is for several answers, and what is kept of each of these.
+
+    found   of its adapter, by the registry's `examine`
+    """
 
     request: Request
     parent: ParentRequest | None
     states: list[RequestState]
-    traits: AdapterTraits
+    found: Mapping[str, Any]
 
 
 class EngineCore:
@@ -37,6 +40,7 @@ class EngineCore:
     adapters    the records of adapters; None for an engine without LoRA
     tokenizer   a transformers fast tokenizer; None = answers have no text
     clock       seconds; everything that has a time has it from here
+    limits_of   says what prompts of an adapter may be: as the base model's, or otherwise for what options found
 
     parallel    the requests for more than one answer
     pending     outputs that were made, and that no caller has yet
@@ -54,8 +58,9 @@ class EngineCore:
         adapters: AdapterRegistry | None = None,
         tokenizer: Any = None,
         clock: Callable[[], float] = time.monotonic,
+        limits_of: LimitsOf = base_limits,
     ) -> None:
-        self.config, self.tokenizer, self.clock = config, tokenizer, clock
+        self.config, self.tokenizer, self.clock, self.limits_of = config, tokenizer, clock, limits_of
         self.executor, self.runner = executor, executor.runner
         self.scheduler, self.adapters = scheduler, adapters
         self.output_processor = OutputProcessor(tokenizer, clock)
@@ -70,13 +75,18 @@ class EngineCore:
     # ---- requests come and go -------------------------------------------------------------------------------
 
     def check_request(
-        self, request: Request, text: str | None = None, traits: AdapterTraits = BASE
+        self,
+        request: Request,
+        text: str | None = None,
+        tokenizer: Any = None,
+        found: Mapping[str, Any] = {},
     ) -> NewRequest:
         """What `add_request` takes; nothing has changed. ValueError: the id is in use, or the request can never run.
         AllPinned: every slot is pinned for another adapter.
 
-        text     of its prompt, if it has one
-        traits   of its adapter, as the registry has examined it
+        text        of its prompt, if it has one
+        tokenizer   that writes its answer, None = the engine's
+        found       of its adapter, as the registry has examined it
         """
         n = request.sampling_params.n
         if n > 1 or self.parallel.parents or self.pending:
@@ -88,15 +98,15 @@ class EngineCore:
                 raise all_pinned(request.lora_request.lora_name, len(others))
         parent = self.parallel.new_parent(request) if n > 1 else None
         own = [request] if parent is None else parent.children
-        states = [self.output_processor.new_state(child, text, traits.tokenizer) for child in own]
-        return NewRequest(request, parent, states, traits)
+        states = [self.output_processor.new_state(child, text, tokenizer) for child in own]
+        return NewRequest(request, parent, states, found)
 
     def add_request(self, new: NewRequest) -> None:
         """Queue a request; one for n answers becomes n requests."""
         generation = 0
         if (lora_request := new.request.lora_request) is not None:
             owner = f"request '{new.request.request_id}'"
-            lora_request, generation = self.adapters.register(lora_request, owner, new.traits)
+            lora_request, generation = self.adapters.register(lora_request, owner, new.found)
         if new.parent is not None:
             self.parallel.add(new.parent)
         for state in new.states:

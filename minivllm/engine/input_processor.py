@@ -1,10 +1,10 @@
 """From what a caller gives to token ids. Stands for vllm/v1/engine/input_processor.py (v0.22.1)."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.config import ModelConfig
-from minivllm.engine.adapter import AdapterTraits
 from minivllm.errors import is_finite, require_kind, shown
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
@@ -15,15 +15,46 @@ Prompt = str | dict[str, Any] | list[int]
 LONGEST_REQUEST_ID = 1024
 
 
+class PromptLimits(NamedTuple):
+    """What a prompt may be.
+
+    vocab_size   its token ids are below it
+    positions    that there are for it and its answer
+    tokenizer    reads it, and writes the answer; None = prompts come as token ids
+    """
+
+    vocab_size: int
+    positions: int
+    tokenizer: Any = None
+
+
+# (the base model's, an adapter of which options found something, that) -> the limits of its prompts
+LimitsOf = Callable[[PromptLimits, LoRARequest, Mapping[str, Any]], PromptLimits]
+
+
+def base_limits(base: PromptLimits, lora_request: LoRARequest, found: Mapping[str, Any]) -> PromptLimits:
+    """Prompts of adapters are as the base model's."""
+    return base
+
+
 class InputProcessor:
     """Reads prompts, and refuses those that the model, or a request's adapter, cannot take. vLLM: `InputProcessor`.
 
     tokenizer   None = prompts come as token ids
+    base        limits of the base model's prompts, and of a plain adapter's
+    limits_of   says those of other adapters
     """
 
-    def __init__(self, model_config: ModelConfig, tokenizer: Any = None) -> None:
-        self.model_config = model_config
-        self.tokenizer = tokenizer
+    def __init__(
+        self, model_config: ModelConfig, tokenizer: Any = None, limits_of: LimitsOf = base_limits
+    ) -> None:
+        self.model_config, self.tokenizer, self.limits_of = model_config, tokenizer, limits_of
+        model = model_config.architecture
+        self.base = PromptLimits(model.vocab_size, model.max_position_embeddings, tokenizer)
+
+    def limits(self, lora_request: LoRARequest, found: Mapping[str, Any]) -> PromptLimits:
+        """Of the prompts of an adapter of which options found something.   found: by `AdapterRegistry.examine`"""
+        return self.limits_of(self.base, lora_request, found)
 
     def check_arguments(self, request_id: str, params: Any, arrival_time: Any, lora_request: Any) -> None:
         """TypeError for an argument of another kind, ValueError for one that no request may have.
@@ -49,27 +80,30 @@ class InputProcessor:
                 )
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, traits: AdapterTraits
-    ) -> tuple[str | None, list[int], SamplingParams]:
-        """The prompt's text, where there is one, its token ids, and the parameters. vLLM: `process_inputs`.
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        lora_request: LoRARequest | None = None,
+        found: Mapping[str, Any] = {},
+    ) -> tuple[str | None, list[int], SamplingParams, Any]:
+        """The prompt's text, where there is one, its token ids, the parameters, and the tokenizer of both ways.
 
-        traits   of the request's adapter: how many tokens it adds, and how far it stretches the context
+        found   what options found of the request's adapter: by `AdapterRegistry.examine`
 
         `max_tokens` is lowered to what the context has room for; None is all of that. ValueError for what cannot be
         served.
         """
+        limits = self.limits(lora_request, found) if found else self.base
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is None and isinstance(text, str):
-            token_ids = self._tokenize(request_id, text, traits)
-        model = self.model_config.architecture
-        vocab_size = model.vocab_size + traits.added_tokens
+            token_ids = self._tokenize(request_id, text, limits.tokenizer)
         # Positions past the adapter's mean nothing to it.
-        positions = int(model.max_position_embeddings * traits.scaling_factor)
-        longest = min(self.model_config.max_model_len, positions)
-        self._check_prompt(request_id, token_ids, longest, vocab_size, traits)
-        check_sampling(params, vocab_size)
+        longest = min(self.model_config.max_model_len, limits.positions)
+        self._check_prompt(request_id, token_ids, longest, limits.vocab_size, lora_request)
+        check_sampling(params, limits.vocab_size)
         if self.tokenizer is None and (params.structured_outputs is not None or params.stop):
             what = f"stop strings {shown(params.stop)}, which are looked for in its text,"
             if params.structured_outputs is not None:
@@ -78,10 +112,15 @@ class InputProcessor:
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)
-        return text, list(token_ids), params
+        return text, list(token_ids), params, limits.tokenizer
 
     def _check_prompt(
-        self, request_id: str, token_ids: Any, longest: int, vocab_size: int, traits: AdapterTraits
+        self,
+        request_id: str,
+        token_ids: Any,
+        longest: int,
+        vocab_size: int,
+        lora_request: LoRARequest | None,
     ) -> None:
         """ValueError for what is no list of ids below `vocab_size`, empty, or not shorter than `longest`."""
         if not isinstance(token_ids, list | tuple):
@@ -100,21 +139,19 @@ class InputProcessor:
                 f"answer in {limit}; shorten it or raise --max-model-len"
             )
         if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
-            whose = f" (adapter '{traits.name}' adds {traits.added_tokens} tokens)" if traits.name else ""
+            added, whose = vocab_size - self.base.vocab_size, ""
+            if lora_request is not None:
+                whose = f" (adapter '{lora_request.lora_name}' adds {added} tokens)"
             raise ValueError(
                 f"request '{request_id}' has prompt token ids {shown(wrong[:5])}; "
                 f"use ints from 0 to {vocab_size - 1}{whose}"
             )
 
-    def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
+    def _tokenize(self, request_id: str, text: str, tokenizer: Any) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
         what = f"the prompt of request '{request_id}'"
-        return tokenize(what, text, self.tokenizer_of(traits), self.model_config.max_model_len)
-
-    def tokenizer_of(self, traits: AdapterTraits) -> Any:
-        """The adapter's own where it has one, else the model's; None where prompts come as token ids."""
-        return self.tokenizer if traits.tokenizer is None else traits.tokenizer
+        return tokenize(what, text, tokenizer, self.model_config.max_model_len)
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

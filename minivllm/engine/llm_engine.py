@@ -8,7 +8,6 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.request import Request
-from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.outputs import RequestOutput
@@ -66,7 +65,7 @@ class LLMEngine:
         self.core = self.make_core(config, tokenizer, warm_up, clock)
         self.executor, self.runner = self.core.executor, self.core.runner
         self.scheduler, self.adapters = self.core.scheduler, self.core.adapters
-        self.input_processor = InputProcessor(config.model_config, tokenizer)
+        self.input_processor = InputProcessor(config.model_config, tokenizer, self.core.limits_of)
         self.output_processor = self.core.output_processor
         self.metrics, self.listeners = self.core.metrics, self.core.listeners
         self._lock = threading.Lock()
@@ -113,8 +112,10 @@ class LLMEngine:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
             if isinstance(lora_request, str):
                 lora_request = self._named(lora_request)
-            traits = BASE if lora_request is None else self.adapters.examine(lora_request)
-            text, token_ids, own_params = self.input_processor.process(request_id, prompt, params, traits)
+            found = {} if lora_request is None else self.adapters.examine(lora_request)
+            text, token_ids, own_params, tokenizer = self.input_processor.process(
+                request_id, prompt, params, lora_request, found
+            )
             request = Request(
                 request_id,
                 token_ids,
@@ -123,7 +124,7 @@ class LLMEngine:
                 arrival_time=self.clock() if arrival_time is None else float(arrival_time),
                 eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
             )
-            new = self.core.check_request(request, text, traits)
+            new = self.core.check_request(request, text, tokenizer, found)
             self._changes = True  # whatever may be refused has been
             self.core.add_request(new)
         return request_id
@@ -160,7 +161,10 @@ class LLMEngine:
         """Load an adapter ahead of its first request. TypeError for what is no LoRARequest. vLLM: `add_lora`."""
         require_kind(LoRARequest, lora_request=lora_request)
         with self._one_call(), self.runner.cpu_threads.in_use():
-            return self._registry().add_lora(lora_request)
+            found = self._registry().examine(lora_request)
+            if found:
+                self.input_processor.limits(lora_request, found)  # ValueError if its tokenizer cannot be read
+            return self.adapters.add_lora(lora_request, found)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
@@ -193,7 +197,8 @@ class LLMEngine:
         with self._one_call():  # an adapter's own is read, and kept
             if isinstance(lora_request, str):
                 lora_request = self._named(lora_request)
-            return self.input_processor.tokenizer_of(self.adapters.examine(lora_request))
+            found = self.adapters.examine(lora_request)
+            return self.input_processor.limits(lora_request, found).tokenizer if found else self.tokenizer
 
     def _registry(self) -> AdapterRegistry:
         if self.adapters is None:

@@ -6,7 +6,7 @@ Brings      adapters on the embedding and the head, on experts, shared out in fu
             tokens a second instead of 8,924 with 32 requests on two H200 (docs/tensor-parallel.md,
             benchmarks/README.md)
 Implements  of `LoRAExtensions`: `options` (each an `AdapterOption`, with a `WrappedOption` for a model that has it)
-            and `sharded_wrappers`. Layers are `BaseLayerWithLoRA`. Of `AdapterRegistry`: `traits_reader`
+            and `sharded_wrappers`. Layers are `BaseLayerWithLoRA`. Of `EngineCore`: `limits_of`
 Options     `fully_sharded_loras`; in legacy/ `bias_enabled`, `lora_extra_vocab_size`, `long_lora_scaling_factors`
 Costs       some 1,700 lines, and 580 in legacy/. Embedding and head take 2 (V + H) R elements of every slot, a
             quarter of the demo model's slots at rank 32 and a tenth of Llama 3 8B's at rank 16 (docs/faq.md);
@@ -20,7 +20,7 @@ from minivllm.lora.extensions import AdapterOption
 from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.options.fully_sharded import SHARDED
 from minivllm.options.legacy import LEGACY
-from minivllm.options.legacy.traits import TraitsReader
+from minivllm.options.legacy.prompts import AdapterPrompts
 from minivllm.options.logits import LogitsProcessorWithLoRA
 from minivllm.options.target_parameters import ExpertAdapters
 
@@ -35,7 +35,7 @@ class EndsOfModel(AdapterOption):
 
 
 def _add_to(parts: "Parts") -> None:
-    parts.make_traits_reader = TraitsReader
+    parts.make_limits_of = AdapterPrompts
 
 
 ADAPTER_OPTIONS: tuple[AdapterOption, ...] = (EndsOfModel(), ExpertAdapters(), *LEGACY)

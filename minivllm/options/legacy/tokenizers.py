@@ -2,15 +2,12 @@
 transformers_utils/)."""
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.errors import LONGEST_NAME, is_real, one_sentence, recoverable
 from minivllm.lora.lru_cache import LRUCache
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import get_adapter_absolute_path
-from minivllm.lora.request import LoRARequest
 from minivllm.text.detokenizer import fast_backend
 
 # The largest tokenizers of today take 35 MB, their configs, with 6,000 added tokens, 1.2 MB.
@@ -30,6 +27,27 @@ TOKENIZER_CONFIGS = (
 )
 
 
+class TokenizerFile(NamedTuple):
+    """The tokenizer in an adapter's folder as it was when the adapter was read: what it was read with.
+
+    folder                the real one, free of links
+    inode, size, changed  of its tokenizer.json: another file of that name is another tokenizer
+    """
+
+    folder: str
+    inode: int
+    size: int
+    changed: int
+
+    @classmethod
+    def find(cls, folder: Path) -> "TokenizerFile | None":
+        """None where the folder brings no tokenizer."""
+        if not (path := folder / "tokenizer.json").is_file():
+            return None
+        found = path.stat()
+        return cls(os.path.realpath(folder), found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 class AdapterTokenizers:
     """Tokenizers that adapters bring. Each takes megabytes, so few are kept: as many as memory has adapters, and one.
 
@@ -40,32 +58,24 @@ class AdapterTokenizers:
         self._manager = manager
         self._kept: LRUCache[Any] = LRUCache(manager.capacity + 1)
 
-    def get(self, lora_request: LoRARequest) -> Any | None:
-        """The tokenizer of an adapter, None if it brings none; ValueError as in `load_tokenizer`."""
-        adapter_id = lora_request.lora_int_id
-        if adapter_id not in self._kept:
-            self.keep(adapter_id, load_tokenizer(lora_request, self._manager.extensions.folder_sources))
-        self._kept.touch(adapter_id)
-        return self._kept[adapter_id]
+    def get(self, adapter_name: str, file: TokenizerFile) -> Any:
+        """An adapter's tokenizer. The first to go is that of an adapter that has left memory.
 
-    def keep(self, adapter_id: int, tokenizer: Any | None) -> None:
-        """Keep it for the next requests of the adapter. The first to go is that of an adapter that has left memory."""
-        self._kept.put(adapter_id, tokenizer, spare=self._manager.list_adapters())
-
-    def forget(self, adapter_id: int) -> None:
-        self._kept.pop(adapter_id, None)
+        ValueError as in `load_tokenizer`.
+        """
+        if file not in self._kept:
+            in_memory = self._manager.list_adapters().values()
+            spare = {lora.beside.get("tokenizer_file") for lora in in_memory}
+            self._kept.put(file, load_tokenizer(adapter_name, file.folder), spare)
+        self._kept.touch(file)
+        return self._kept[file]
 
 
-def load_tokenizer(
-    lora_request: LoRARequest, sources: Sequence[Callable[[str], str | None]] = ()
-) -> Any | None:
-    """The tokenizer in an adapter's folder, None where there is none. No code that the folder brings is run.
+def load_tokenizer(adapter_name: str, folder: str) -> Any:
+    """The tokenizer in an adapter's folder. No code that the folder brings is run.
 
     ValueError names the adapter if it cannot be read.
     """
-    folder = get_adapter_absolute_path(lora_request.lora_path, sources)
-    if not Path(folder, "tokenizer.json").is_file():
-        return None
     from transformers import AutoTokenizer
 
     try:
@@ -75,7 +85,7 @@ def load_tokenizer(
     # The tokenizers library raises nothing narrower, and a panic of its Rust is no Exception.
     except BaseException as error:
         recoverable(error)
-        name = one_sentence(lora_request.lora_name, LONGEST_NAME)
+        name = one_sentence(adapter_name, LONGEST_NAME)
         raise ValueError(
             one_sentence(f"adapter '{name}': the tokenizer in '{folder}' cannot be read: {error}")
         ) from error

@@ -4,6 +4,7 @@ Stands for the extra vocabulary of vllm/lora/layers, which vLLM had up to 0.10 a
 """
 
 from copy import copy
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapping import Found, WrappedModules
 from minivllm.options.legacy.new_embeddings import FILES, INPUT, OUTPUT, check_new_embeddings, put_beside
+from minivllm.options.legacy.tokenizers import TokenizerFile
 
 # Under this name weights, and slots, have the embeddings of added tokens beside A and B.
 EMBEDDINGS = "embeddings"
@@ -134,6 +136,7 @@ class AddedTokens(AdapterOption):
     ) -> None:
         check_new_embeddings(path, tensors)
         put_beside(lora, tensors, device, dtype)
+        lora.beside["tokenizer_file"] = TokenizerFile.find(Path(path).parent)
 
     def wrap_model(self, model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig) -> Vocabulary:
         return Vocabulary(model, wrapped, lora_config)
