@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import numpy as np
 import torch
@@ -144,25 +145,19 @@ class StepGraphs(Graphs):
 
     def run(self, batch: InputBatch, shape: StepShape) -> PendingStep:
         """Launch a batch's step in the graph of this shape."""
-        token_ids: list[int] = []
-        last_rows: list[int] = []
-        rows: list[Request] = []
-        sampling: list[Request] = []
-        counts = batch.num_scheduled_tokens
-        for request, tokens, samples in zip(
-            batch.requests, counts.tolist(), batch.num_sampled_tokens.tolist()
-        ):
-            if not tokens:
-                continue
-            start = request.num_computed_tokens
-            token_ids += request.all_token_ids[start : start + tokens]
-            rows.append(request)
-            if samples:
-                sampling.append(request)
-                last_rows.append(len(token_ids) - 1)
-        starts = np.array([request.num_computed_tokens for request in rows])
+        is_row = batch.num_scheduled_tokens > 0
+        counts, samples = batch.num_scheduled_tokens[is_row], batch.num_sampled_tokens[is_row] > 0
+        rows = list(compress(batch.requests, is_row.tolist()))
+        starts = [request.num_computed_tokens for request in rows]
+        token_ids = [
+            token
+            for request, start, tokens in zip(rows, starts, counts.tolist())
+            for token in request.all_token_ids[start : start + tokens]
+        ]
+        last_rows = (np.cumsum(counts) - 1)[samples]
         tables = [request.block_ids for request in rows]
-        self.buffers.fill(token_ids, counts[counts > 0], starts, tables, last_rows, shape)
+        self.buffers.fill(token_ids, counts, np.array(starts), tables, last_rows, shape)
+        sampling = list(compress(rows, samples.tolist()))
         output = self.replay(shape)
         return PendingStep(sampling, *output) if sampling else PendingStep([], None)
 
