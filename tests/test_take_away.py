@@ -2,11 +2,21 @@
 
 import json
 from dataclasses import dataclass
+from datetime import date, timedelta
 from pathlib import Path
 
 import demo_batch
 import pytest
-from take_away import NEEDED_BY, extensions, outcome, run_tests_without, run_there, take_away
+from take_away import (
+    NEEDED_BY,
+    extensions,
+    of_night,
+    outcome,
+    own_files,
+    run_tests_without,
+    run_there,
+    take_away,
+)
 
 CORE_TESTS = (
     *("phase_01/test_request.py", "phase_01/test_layer_weights.py", "phase_05/test_lru_cache.py"),
@@ -113,3 +123,16 @@ def test_a_test_that_fails_for_something_else_is_told_from_the_extensions_own(tm
 
     assert own == ["tests/one::test_b", "tests/two::test_d"]
     assert others == ["tests/one::test_c"] and passed == 1
+
+
+def test_each_extension_has_its_turn_before_any_has_another():
+    names = extensions()
+
+    turns = [of_night(date(2026, 3, 1) + timedelta(days=day)) for day in range(len(names))]
+
+    assert sorted(turns) == names
+
+
+def test_whoever_imports_an_extension_is_its_own_also_by_way_of_a_helper():
+    assert "tests/engine/test_run_ahead.py" in own_files("ahead"), "helpers/running_ahead.py imports it"
+    assert "tests/phase_07/test_mixed_step.py" not in own_files("ahead")

@@ -1,9 +1,11 @@
 """The checkout without one of its extensions, and all tests there that are not the extension's.
 
 `python tests/helpers/take_away.py NAME [PYTEST'S ARGUMENTS]` takes one away and runs them; without a name it is the
-night's, in rotation. Exit status 1 and a list of tests where the extension was missed.
+night's: they take turns, by the day of the year. Exit status 1 and a list of tests where the extension was missed.
+`--list` says which tests are each extension's.
 """
 
+import ast
 import datetime
 import os
 import re
@@ -61,7 +63,7 @@ INNER = {
     )
 }
 
-# Tests of what an extension lets users have, by their files: an engine without it answers them otherwise.
+# Tests that are an extension's although no import says so, by what their names begin with: `tests/FILE::TEST`.
 TESTS: dict[str, tuple[str, ...]] = {}
 
 # What a test that needs the extension fails with: its import, or the answer to an option that needs it.
@@ -84,6 +86,28 @@ def extensions() -> list[str]:
     """All folders of the package that are no part of the core, and the inner ones that go alone."""
     folders = {path.parent.name for path in (ROOT / "minivllm").glob("*/__init__.py")}
     return sorted((folders | INNER.keys()) - set(CORE_FOLDERS))
+
+
+def own_files(name: str) -> list[str]:
+    """Files of tests that cannot be collected without the extension: they import it, by way of others or not."""
+    gone = tuple(f"minivllm.{module}." for module in (name, *NEEDED_BY[name]))
+    imports = {path.stem: module_imports(path) for path in (ROOT / "tests").rglob("*.py")}
+    needing = {stem for stem, modules in imports.items() if any(f"{m}.".startswith(gone) for m in modules)}
+    while more := {stem for stem, modules in imports.items() if modules & needing} - needing:
+        needing |= more
+    files = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.stem in needing)
+    return [str(path.relative_to(ROOT)) for path in files]
+
+
+def module_imports(path: Path) -> set[str]:
+    """What a file imports as it is imported itself: `import a.b` is a.b, and `from a import b` is a and a.b."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def take_away(name: str, root: Path) -> Path:
@@ -120,11 +144,10 @@ def outcome(name: str, report: Path) -> tuple[list[str], list[str], int]:
     missed = re.compile(MISSED.format(name))
     for case in ET.parse(report).iter("testcase"):
         problems = [child for child in case if child.tag in ("failure", "error")]
-        file = case.get("classname", "").replace(".", "/")
+        test = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
         is_own = any(missed.search(f"{p.get('message')} {p.text}") for p in problems)
-        is_own = is_own or any(test in f"{file}/{case.get('name')}" for test in TESTS.get(name, ()))
         if problems:
-            (own if is_own else others).append(f"{file}::{case.get('name')}")
+            (own if is_own or test.startswith(TESTS.get(name, ())) else others).append(test)
         passed += not problems
     return own, others, passed
 
@@ -139,19 +162,29 @@ def run_tests_without(name: str, root: Path, *arguments: str) -> tuple[list[str]
     return outcome(name, report)
 
 
-def of_tonight() -> str:
+def of_night(day: datetime.date) -> str:
+    """The extension whose turn it is: each has one in as many nights as there are extensions."""
     names = extensions()
-    return names[datetime.date.today().toordinal() % len(names)]
+    return names[day.timetuple().tm_yday % len(names)]
 
 
 def main(arguments: list[str]) -> int:
-    name = arguments[0] if arguments else of_tonight()
+    if arguments == ["--list"]:
+        for name in extensions():
+            print(name, *own_files(name), *TESTS.get(name, ()), sep="\n    ")
+        return 0
+    name = arguments[0] if arguments else of_night(datetime.date.today())
     with tempfile.TemporaryDirectory(prefix="taken-away-") as folder:
         root = Path(folder) / "checkout"
         take_away(name, root)
         workers = [] if any(argument.startswith("-n") for argument in arguments) else ["-n", "2"]
-        own, others, passed = run_tests_without(name, root, *workers, *arguments[1:])
-    print(f"without {name}: {passed} passed, {len(own)} failed that need it, {len(others)} others failed")
+        ignored = own_files(name)
+        left_out = [f"--ignore={file}" for file in ignored]
+        own, others, passed = run_tests_without(name, root, *workers, *left_out, *arguments[1:])
+    print(
+        f"without {name}: {passed} passed, {len(own)} failed that need it, as {len(ignored)} files of tests do, "
+        f"{len(others)} others failed"
+    )
     print("\n".join(others))
     return 1 if others else 0
 

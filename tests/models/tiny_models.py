@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import torch
 
-from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
 
 SIZES = {
@@ -174,11 +173,12 @@ class PagedRequests:
             self.done[row] = end
         tables = [self.tables[row] for row, _ in work]
         rows = query_lens, seq_lens, tables, self.block_size
-        attn = (
-            PagedAttentionMetadata.build(*rows, 16, self.device)
-            if self.paged
-            else AttentionMetadata.build(*rows, self.device, self.dtype)
-        )
+        if self.paged:
+            from minivllm.gpu.paged_attention import PagedAttentionMetadata  # others run without that folder
+
+            attn = PagedAttentionMetadata.build(*rows, 16, self.device)
+        else:
+            attn = AttentionMetadata.build(*rows, self.device, self.dtype)
         with torch.inference_mode():
             ids, positions = (torch.tensor(x, device=self.device) for x in (ids, positions))
             hidden = self.model(ids, positions, attn)
