@@ -8,7 +8,7 @@ from gpu import DEVICE
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm.core.output import ADAPTER_COPY
-from minivllm.gpu.slot_writer import SlotWriter
+from minivllm.gpu import make_slot_writer
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -21,7 +21,7 @@ def world(tmp_path_factory):
 def engine_with_adapters_in_memory(world, **options):
     engine = world.engine(device=DEVICE, dtype="float32", **options)
     manager = engine.adapters.manager
-    manager.slot_writer = SlotWriter(manager.wrapped, DEVICE)
+    manager.slot_writer = make_slot_writer(manager.wrapped, DEVICE)
     for name in world.names:
         engine.add_lora(world.request(name))
     return engine
