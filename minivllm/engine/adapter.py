@@ -3,6 +3,7 @@
 Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps a LoRARequest.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -65,3 +66,26 @@ class Adapter:
     def current_generation(self) -> int:
         """The newest one that no reload is to come for: whatever is read now is of its version."""
         return min(self.reloads, default=self.generation + 1) - 1
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Whether a request's path leads to another folder than the one that steps read.
+
+        The text decides of a path that leads nowhere: a hub id, or a folder that is gone while the adapter is in
+        memory.
+        """
+        if path == self.request.lora_path:
+            return False
+        found = inode_of(path)
+        return path != self.path if found is None else found != inode_of(self.request.lora_path)
+
+
+def inode_of(path: str) -> tuple[int, int] | None:
+    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
+
+    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
+    """
+    try:
+        found = os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):  # ValueError: a text that no path can be
+        return None
+    return found.st_dev, found.st_ino

@@ -5,7 +5,6 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 """
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -86,7 +85,7 @@ class AdapterRegistry:
             return None
         if adapter.leaving:
             raise is_leaving(name, adapter_id)
-        if not lora_request.load_inplace and self._is_elsewhere(lora_request, adapter):
+        if not lora_request.load_inplace and adapter.is_elsewhere(lora_request.lora_path):
             path = lora_request.lora_path
             now = f", which leads to '{real_folder(path)}' by now" if path == adapter.path else ""
             raise ValueError(
@@ -95,18 +94,6 @@ class AdapterRegistry:
                 "give every adapter its own id, remove that one first, or pass load_inplace=True to replace it"
             )
         return adapter
-
-    def _is_elsewhere(self, lora_request: LoRARequest, adapter: Adapter) -> bool:
-        """Whether the request's path leads to another folder than the one that steps read.
-
-        The text decides of a path that leads nowhere: a hub id, or a folder that is gone while the adapter is in
-        memory.
-        """
-        path = lora_request.lora_path
-        if path == adapter.request.lora_path:
-            return False
-        found = inode_of(path)
-        return path != adapter.path if found is None else found != inode_of(adapter.request.lora_path)
 
     def register(
         self, lora_request: LoRARequest, owner: str, found: Mapping[str, Any]
@@ -140,7 +127,7 @@ class AdapterRegistry:
         """A copy of the record with one more reload to come, and what new requests find of it."""
         request, names = self.worker.source.resolve(order), adapter.names
         at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
-        if order.lora_name in names or not self._is_elsewhere(order, adapter):
+        if order.lora_name in names or not adapter.is_elsewhere(order.lora_path):
             request = replace(request, lora_name=adapter.request.lora_name)
         else:
             names = ()
@@ -500,15 +487,3 @@ class AdapterRegistry:
         for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
             self._note_read(self.adapters[adapter_id], self.adapters[adapter_id].current_generation)
         return failures
-
-
-def inode_of(path: str) -> tuple[int, int] | None:
-    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
-
-    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
-    """
-    try:
-        found = os.stat(os.path.expanduser(path))
-    except (OSError, ValueError):  # ValueError: a text that no path can be
-        return None
-    return found.st_dev, found.st_ino
