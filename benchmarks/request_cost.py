@@ -12,6 +12,7 @@ import random
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     engine_process.HOST = "benchmarks.deaf_host"
     engine = DeafEngine(EngineArgs(model=model).create_engine_config(), AutoTokenizer.from_pretrained(model))
     llm, settings = AsyncLLM(engine), ServerSettings(BASE, max_concurrency=4 * options.at_once)
-    http = LimitedConnection.within(settings)
+    http = partial(LimitedConnection, settings=settings)
     config = uvicorn.Config(build_app(llm, settings), http=http, access_log=False, log_level="warning")
     config.load()
     avoid_pauses()

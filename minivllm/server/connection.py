@@ -6,6 +6,7 @@ ignores upgrades as well. h11 takes 74 us for a request and 2.4 for each event o
 
 import sys
 from asyncio import TimerHandle
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,17 +25,9 @@ class LimitedConnection(HttpToolsProtocol):
     write_seconds   after which a client that reads nothing is cut off
     """
 
-    most: int
-    write_seconds: float
-
-    @classmethod
-    def within(cls, settings: ServerSettings) -> type["LimitedConnection"]:
-        """The class with a server's limits."""
-        limits = {"most": 2 * settings.max_header_bytes, "write_seconds": settings.write_seconds}
-        return type("LimitedConnection", (cls,), limits)
-
-    def connection_made(self, transport: object) -> None:
-        super().connection_made(transport)
+    def __init__(self, *args: Any, settings: ServerSettings, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.most, self.write_seconds = 2 * settings.max_header_bytes, settings.write_seconds
         self._unread = 0
         self._next_check: TimerHandle | None = None
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
-from pydantic_core import from_json
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -67,11 +66,7 @@ def parse(kind: type[Body], content: bytes, declared: bytes) -> Body:
             400, "the body is not declared as JSON; send it with the header content-type: application/json"
         )
     try:
-        given = from_json(content)
-    except ValueError as error:  # also for more than 200 levels of nesting
-        raise ApiError(400, f"the body is no JSON: {error}") from None
-    try:
-        return kind.model_validate(given)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         raise ApiError(400, *_first_problem(error)) from None
 
@@ -79,6 +74,8 @@ def parse(kind: type[Body], content: bytes, declared: bytes) -> Body:
 def _first_problem(error: ValidationError) -> tuple[str, str | None]:
     """A sentence about the first field that is wrong, and its name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "json_invalid":  # also more than 200 levels of nesting
+        return f"the body is no JSON: {first['msg'].removeprefix('Invalid JSON: ')}", None
     field = ".".join(map(str, first["loc"]))[:100] or None
     if first["type"] == "extra_forbidden":
         return f"'{field}' is not supported by this server; leave it out", field

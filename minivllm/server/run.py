@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: Starlette, settings: ServerSettings, **options: object) -> None:
         config = uvicorn.Config(
             app,
-            http=LimitedConnection.within(settings),
+            http=partial(LimitedConnection, settings=settings),
             loop="asyncio",
             ws="none",
             lifespan="on",

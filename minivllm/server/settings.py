@@ -65,7 +65,7 @@ class ServerSettings:
     def _check_keys(self) -> None:
         if self.adapter_keys and not self.api_keys:
             raise ValueError(
-                "keys of single adapters need one that opens everything, for whoever manages; pass --api-key"
+                "keys of single adapters need a key that opens everything, to manage the server with; pass --api-key"
             )
         for key in (*self.api_keys, *self.adapter_keys.values()):
             if not key:

@@ -214,7 +214,7 @@ class EngineProcess:
         except (EOFError, OSError):
             pass  # the process has ended
         except BaseException as cause:  # of any kind, because all clients must get it
-            logger.error("what the engine said could not be read", exc_info=cause)
+            logger.error("a message of the engine's process could not be read", exc_info=cause)
             error = died_of(cause)
         self._end(error or self.error or self._how_it_ended())
 

@@ -246,8 +246,10 @@ def test_a_reader_is_cut_off_once_it_has_taken_nothing_for_so_long(left, is_cut_
     reader = Reader(*left)
 
     async def main():
-        limited = LimitedConnection.within(ServerSettings("tiny", write_seconds=0.01))
-        connection = limited(uvicorn.Config(None), ServerState(), {}, asyncio.get_running_loop())
+        settings = ServerSettings("tiny", write_seconds=0.01)
+        connection = LimitedConnection(
+            uvicorn.Config(None), ServerState(), {}, asyncio.get_running_loop(), settings=settings
+        )
         connection.connection_made(reader)
         connection.pause_writing()
         while reader.left:
