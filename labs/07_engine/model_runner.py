@@ -1,4 +1,4 @@
-"""One model on one device, its KV cache and its adapters, and what has it run an engine's steps.
+"""One model on one device, its KV cache and its adapters, and the executor that runs an engine's steps on it.
 
 Stands for vllm/v1/worker/gpu_model_runner.py and `UniProcExecutor` of vllm/v1/executor/uniproc_executor.py (v0.22.1).
 """

@@ -117,7 +117,7 @@ class OutputReader:
         if not old:
             old = [CompletionOutput(index, "", []) for index in range(delta.num_answers)]
         last = self._output
-        self._output = RequestOutput(
+        self._output = RequestOutput(  # `replace` takes 3 us more, for each output of each stream
             *(last.request_id, last.prompt, last.prompt_token_ids, answers_with(old, delta.answers)),
             *(delta.finished, last.lora_request, last.num_cached_tokens, last.prompt_logprobs),
             *(last.error, last.metrics),

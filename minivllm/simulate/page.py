@@ -48,7 +48,7 @@ PANELS = {
 def build_page(
     result: Mapping[str, Any], titles: Sequence[str], columns: Mapping[str, tuple[str, str]]
 ) -> str:
-    """The page: it asks nobody for anything.   columns: header -> (field of a row, how it is written)"""
+    """The page, which loads nothing from elsewhere.   columns: header -> (field of a row, how it is written)"""
     rows = result["rows"]
     marked = {field: _best(field, form, [row[field] for row in rows]) for field, form in columns.values()}
     written = [[(field, form.format(row[field])) for field, form in columns.values()] for row in rows]

@@ -1,4 +1,4 @@
-"""What a simulation comes to, in numbers that depend on nothing but its arguments."""
+"""The results of a simulation; the same for the same arguments."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from minivllm.simulate.replica import Served
 
 
 def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
-    """Of a fleet that has served. Times of a request count from its arrival; rates from the first arrival to the end.
+    """The results of a fleet. Times of a request count from its arrival; rates from the first arrival to the end.
 
     ttft_p50_ms, _p99_ms    until the first token
     tpot_p50_ms, _p99_ms    of each further token of a request, on average
     busy_share              of the replicas' time that steps take
-    slot_hits, memory_hits  shares of requests with adapters that find theirs there when they come
-    memory_hits_bound       what Belady's policy finds in as much memory, for the adapters of each replica as they came
+    slot_hits, memory_hits  shares of requests with adapters that find theirs in a slot, or in memory, on arrival
+    memory_hits_bound       the share that Belady's policy finds in as much memory, in each replica's order of arrivals
     copies, reads           into slots, and from disk
-    prefix_hits             share of the tokens of those who join that the prefix cache has
-    jain                    Jain's index over adapters of their speed: output tokens a second that a request is there
+    prefix_hits             share of the prompt tokens of admitted requests that the prefix cache has
+    jain                    Jain's index over adapters of their speed: output tokens by the seconds of their requests
     ttft_worst_adapter_ms   the mean time to first token of the adapter for which it is longest
     usd_per_million_tokens  of output, at `price_per_hour` for each replica
 
@@ -79,7 +79,7 @@ def memory_bound(fleet: Fleet) -> float:
 
 
 def speeds(requests: Sequence[Served]) -> dict[int | None, float]:
-    """Adapter -> output tokens of its requests by the seconds that they were there."""
+    """Adapter -> output tokens of its requests, divided by the seconds from arrival to last token."""
     tokens: dict[int | None, float] = defaultdict(float)
     seconds: dict[int | None, float] = defaultdict(float)
     for served in requests:

@@ -1,4 +1,4 @@
-"""Requests to come: when, how long, and whose adapter they want. The same for the same arguments and seed."""
+"""Traffic to simulate: times, lengths and adapters of requests. The same for the same arguments and seed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Lengths:
         return np.clip(np.rint(drawn), self.low, self.high).astype(int).tolist()
 
 
-# When.
+# Times of arrival.
 
 
 def poisson(count: int, rate: float, rng: np.random.Generator) -> np.ndarray:
@@ -83,7 +83,7 @@ def diurnal(
     return np.interp(rng.exponential(1, count).cumsum(), expected, grid)
 
 
-# Whose.
+# Adapters.
 
 
 def zipf_shares(count: int, alpha: float) -> np.ndarray:
@@ -125,7 +125,7 @@ ADAPTERS: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-# Together.
+# Whole traffic.
 
 
 def make_traffic(

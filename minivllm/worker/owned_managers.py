@@ -1,4 +1,4 @@
-"""What an engine shows of its runner's adapter managers. Stands for nothing in vllm/v1/worker/ (v0.22.1).
+"""A runner's adapter managers as callers of an engine see them. Stands for nothing in vllm/v1/worker/ (v0.22.1).
 
 A worker's managers there know nothing of what the server calls an adapter. So an adapter that was added below the
 server answers the requests of another one that has the same id.
@@ -31,8 +31,8 @@ class AdapterOwner(Protocol):
 class OwnedManager:
     """A manager whose adapters have an owner.
 
-    It answers as the manager does, but what changes adapters leads to the owner. Nothing can be set on it. The owner
-    itself, and a step, work with the manager behind it.
+    It reads as the manager does, but calls that change adapters go to the owner. No attribute can be set on it. The
+    owner itself, and a step, work with the manager behind it.
     """
 
     __slots__ = ("_manager", "_owner")

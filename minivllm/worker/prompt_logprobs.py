@@ -1,4 +1,4 @@
-"""What the model thinks of prompts. Stands for a part of vllm/v1/worker/gpu_model_runner.py (v0.22.1).
+"""Logprobs of prompts' tokens. Stands for a part of vllm/v1/worker/gpu_model_runner.py (v0.22.1).
 
 vLLM computes these logits with the mapping of the rows that sample, one a request, and so leaves out an adapter's
 `lm_head`. Here each pass over logits has a mapping of its own, with one row for every row of logits.
@@ -44,7 +44,7 @@ def score_prompts(runner: Runner, batch: InputBatch, hidden_states: torch.Tensor
 
 
 def _score(runner: Runner, batch: InputBatch, row: int, hidden_states: torch.Tensor) -> None:
-    """One request's; nothing came before its first token, so it has None.   hidden_states: (t, H) of its tokens"""
+    """Score one request's prompt; its first token has no logprobs.   hidden_states: (t, H) of its tokens"""
     request = batch.requests[row]
     request.prompt_logprobs = request.prompt_logprobs or [None]
     start = request.num_computed_tokens

@@ -36,9 +36,9 @@ class PendingStep:
 
 
 class RowSampler:
-    """The sampler, and each request's own source of randomness.
+    """The sampler, and each request's own random generator.
 
-    draws   request id -> the source of its random numbers, kept until `forget`
+    draws   request id -> its random generator, kept until `forget`
     masks   of answers with a given structure, likewise; they need the base model's tokenizer
     """
 
@@ -89,9 +89,9 @@ class RowSampler:
     def sample_apart(
         self, requests: Sequence[Request], logits: torch.Tensor, error: BaseException
     ) -> tuple[Sampled, dict[str, BaseException]]:
-        """As `sample`, but row by row; also request id -> what its own row raised, for rows that cannot be sampled.
+        """As `sample`, but row by row; also request id -> the error of its own row, for rows that cannot be sampled.
 
-        error   what the rows raised together. If no row can be sampled, it is no single request's, and is raised again
+        error   the error of all rows together. If no row can be sampled, no request caused it, and it is raised again
         """
         sampled: Sampled = {}
         errors: dict[str, BaseException] = {}
@@ -105,7 +105,7 @@ class RowSampler:
         return sampled, errors
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the state of a finished request."""
         self.draws.pop(request_id, None)
         self.masks.forget(request_id)
 

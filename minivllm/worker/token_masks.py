@@ -13,7 +13,7 @@ from minivllm.core.request import Request
 
 
 class TokenMasks:
-    """The place in its structure that each request's answer has come to.
+    """The state of each structured answer in its grammar.
 
     eos_token_ids   tokens that end an answer that is complete
     tokenizer       of the base model, whose tokens the logits are for; an adapter's own tokens are never allowed. None
@@ -27,7 +27,7 @@ class TokenMasks:
         self._vocabulary: Any = None
 
     def of(self, requests: Sequence[Request], vocab_size: int) -> list[torch.Tensor | None]:
-        """For each row which tokens may come next, (V,) bool on the CPU; None = any, so for requests that have ended.
+        """For each row the tokens that may come next, (V,) bool on the CPU; None = any, also for finished requests.
 
         ValueError: an answer is not what its structure allows, which only a fault of the reader can lead to.
         """
@@ -58,5 +58,5 @@ class TokenMasks:
         return llguidance.LLMatcher(self._vocabulary, request.sampling_params.structured_outputs.guidance)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the state of a finished request."""
         self._matchers.pop(request_id, None)
