@@ -1,4 +1,4 @@
-"""A reload that fails leaves the adapter as the last good order had it: folder, names, traits and weights.
+"""A reload that fails leaves the adapter as the last good order had it: folder, names, weights, limits of its prompts.
 
 The bad folders are found out by their numbers alone: their shapes fit, so the order is taken and fails when it is read.
 """
