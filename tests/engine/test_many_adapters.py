@@ -9,11 +9,10 @@ import pytest
 from small_engine import SmallWorld
 
 from minivllm import SamplingParams
-from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.request import LoRARequest
 from minivllm.observe import recorder
 from minivllm.options.legacy import tokenizers as adapter_tokenizers
-from minivllm.options.legacy.tokenizers import AdapterTokenizers
+from minivllm.options.legacy.tokenizers import AdapterTokenizers, TokenizerFile
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +127,19 @@ class TestTokenizers:
         monkeypatch.setattr(
             adapter_tokenizers,
             "load_tokenizer",
-            lambda request, sources: reads.append(request.lora_int_id) or Tokenizer(),
+            lambda name, folder: reads.append(folder) or Tokenizer(),
         )
         return reads
 
     @staticmethod
-    def ask(tokenizers, adapter_id):
-        return weakref.ref(tokenizers.get(LoRARequest(f"a{adapter_id}", adapter_id, "/a")))
+    def file_of(adapter_id):
+        return TokenizerFile(f"/{adapter_id}", adapter_id, 1, 1)
+
+    def ask(self, tokenizers, adapter_id):
+        return weakref.ref(tokenizers.get(f"a{adapter_id}", self.file_of(adapter_id)))
 
     def test_of_adapters_that_have_left_memory_are_let_go(self, reads):
-        tokenizers = AdapterTokenizers(
-            SimpleNamespace(extensions=LoRAExtensions(), capacity=2, list_adapters=dict)
-        )
+        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=2, list_adapters=dict))
 
         asked = [self.ask(tokenizers, adapter_id) for adapter_id in range(1, 100)]
 
@@ -147,9 +147,8 @@ class TestTokenizers:
         assert asked[-1]() is not None
 
     def test_of_adapters_in_memory_stay_whoever_else_is_asked_for(self, reads):
-        tokenizers = AdapterTokenizers(
-            SimpleNamespace(extensions=LoRAExtensions(), capacity=2, list_adapters=lambda: {1: None, 2: None})
-        )
+        in_memory = {i: SimpleNamespace(beside={"tokenizer_file": self.file_of(i)}) for i in (1, 2)}
+        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=2, list_adapters=lambda: in_memory))
         kept = [self.ask(tokenizers, adapter_id) for adapter_id in (1, 2)]
 
         for adapter_id in range(3, 50):
@@ -157,14 +156,12 @@ class TestTokenizers:
         again = [self.ask(tokenizers, adapter_id) for adapter_id in (1, 2)]
 
         assert kept == again
-        assert reads == list(range(1, 50)), "each was read once"
+        assert reads == [f"/{i}" for i in range(1, 50)], "each was read once"
 
     def test_that_were_let_go_are_read_again(self, reads):
-        tokenizers = AdapterTokenizers(
-            SimpleNamespace(extensions=LoRAExtensions(), capacity=1, list_adapters=dict)
-        )
+        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=1, list_adapters=dict))
 
         for adapter_id in (1, 2, 3, 1):
             self.ask(tokenizers, adapter_id)
 
-        assert reads == [1, 2, 3, 1]
+        assert reads == ["/1", "/2", "/3", "/1"]
