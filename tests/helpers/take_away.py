@@ -43,7 +43,8 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "ahead": (),
     "observe": ("serving", "server", "simulate", "commands"),
     "sizing": ("economics",),
-    "serving": ("server", "commands.serve"),
+    # The simulator reads adapters by the same policy, on its own clock.
+    "serving": ("server", "commands.serve", "simulate", "commands.simulate"),
     "vllm": (),
     "server": ("commands.serve",),
     "simulate": ("commands.simulate",),
