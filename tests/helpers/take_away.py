@@ -65,7 +65,10 @@ INNER = {
 }
 
 # Tests that are an extension's although no import says so, by what their names begin with: `tests/FILE::TEST`.
-TESTS: dict[str, tuple[str, ...]] = {}
+TESTS: dict[str, tuple[str, ...]] = {
+    # It names what of observe runs for a plain adapter.
+    "observe": ("tests/engine/test_plain_life::test_it_enters_nothing_around_the_core_but_what_is_named",),
+}
 # Those that look at all folders, so that each extension has something in them: the map of vLLM's names, and the course,
 # which has exercises in most folders and grades them by tests that import others.
 OF_ALL = ("tests/phases/test_map::", "tests/kit/")
