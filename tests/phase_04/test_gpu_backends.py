@@ -7,7 +7,8 @@ from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_sh
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
-from minivllm.gpu import paged_backend, triton_backend
+from minivllm.gpu import triton_backend
+from minivllm.gpu.pages import backend as paged_backend
 from minivllm.gpu.sgmv import tuning
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.mapping import LoRAMapping
