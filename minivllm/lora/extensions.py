@@ -78,7 +78,10 @@ class AdapterOption:
     def read_tensor(
         self, name: str, tensor: torch.Tensor, peft_helper: "PEFTHelper"
     ) -> tuple[str, str | None, torch.Tensor]:
-        """What a tensor is, as `lora_model.read_tensor` says it. ValueError for one that is not supported."""
+        """What a tensor is, as `lora_model.read_tensor` says it. ValueError for one that is not supported.
+
+        What goes beside A and B is scaled as B is, and slots hold zeros where an adapter has none.
+        """
         return name, None, tensor
 
     def read_file(

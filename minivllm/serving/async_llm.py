@@ -19,7 +19,7 @@ from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.batching import BatchingExecutor
-from minivllm.serving.calls import Subscribe, adapter_events, is_leaving
+from minivllm.serving.calls import Function, Subscribe, adapter_events, is_leaving
 from minivllm.serving.cancellation import listen
 from minivllm.serving.client import SECONDS_TO_STOP, EngineClient
 from minivllm.serving.engine_process import EngineProcess
@@ -72,16 +72,18 @@ class AsyncLLM:
         max_queued: int | None = None,
         parallel_reads: int = PARALLEL_READS,
         on_progress: Listener | None = None,
+        more_calls: Collection[Function] = (),
     ) -> "AsyncLLM":
         """Load model and tokenizer in a process of their own. Blocks until the engine is there.
 
         parallel_reads   adapters that are read from disk concurrently with steps
         on_progress      is called with (what is loaded, how many are done, of how many); None = a bar on stderr
+        more_calls       functions that `call` takes in addition to `CALLS`; they are pickled by name
 
         Errors as in `LLMEngine.from_engine_args`.
         """
         make_engine = partial(LLMEngine.from_engine_args, engine_args)
-        return cls(EngineProcess(make_engine, parallel_reads, on_progress), max_queued=max_queued)
+        return cls(EngineProcess(make_engine, parallel_reads, on_progress, more_calls), max_queued=max_queued)
 
     @classmethod
     def from_engine(

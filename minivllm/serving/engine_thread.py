@@ -3,10 +3,10 @@
 Stands for `EngineCoreProc` of vllm/v1/engine/core.py (v0.22.1), which is a process, and its `run_busy_loop`.
 
 The thread of `LLM` (`engine/llm_thread.py`) is simpler because its callers block: they take outputs step by step,
-and a step that fails ends their requests alone. Here callers are event loops, which must not block. So a call returns a
-future, and is refused once the thread has ended; one call wakes an event loop for all of its requests, on a GPU while
-the next step computes; and a step that fails ends the engine. What both share is a queue of functions and futures, a
-dozen lines.
+and an error that `LLMEngine.step` raises ends their requests alone. Here callers are event loops, which must not
+block. So a call returns a future, and is refused once the thread has ended; one call wakes an event loop for all of
+its requests, on a GPU while the next step computes; and such an error ends the engine. What both share is a queue of
+functions and futures, a dozen lines.
 """
 
 import logging

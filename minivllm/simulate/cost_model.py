@@ -19,7 +19,7 @@ class StepWork(NamedTuple):
     """What is computed in a step, or in several together.
 
     steps           how many
-    prompt_steps    of these, how many have a row of more than one token: no graph was captured for such
+    prompt_steps    of these, how many have a row of more than one token
     requests        rows: requests that get tokens
     tokens          computed
     context         tokens whose keys and values are read, summed over rows
@@ -127,7 +127,7 @@ class CostModel:
                         takes as long as what lies on the line between two of them. Those with adapters have their own
     launch_s            of the host, until a step is launched; 0 where `step` has it
     graph_tokens        steps of at most so many tokens are CUDA graphs, which the engine launches one step ahead (see
-                        `RunAhead`). Before others it reads the tokens of the step before
+                        minivllm/ahead). Before others it reads the tokens of the step before
     kernels_s, lora_kernels_s   of the host, to launch the kernels of a step that is no graph, one by one, without
                         adapters and with. However little there is to compute, the device is not through before
     source              what it was fitted to

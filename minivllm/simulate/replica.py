@@ -118,7 +118,7 @@ class Replica:
         return lambda capacity, get_adapter: PolicyCache(capacity, keeping(self._read_seconds))
 
     def _num_pages(self) -> int:
-        """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size.
+        """For adapters, those that KV blocks lend among them, as minivllm/gpu/pages counts them; 0 = slots of one size.
 
         ValueError for fewer than an adapter of the largest rank needs: that many are kept for one that is to be read.
         """

@@ -381,8 +381,9 @@ class TestTheEngine:
 
     @pytest.mark.nightly
     def test_of_the_last_reference_ends_with_it(self, world):
-        llm = AsyncLLM.from_engine_args(EngineArgs(model=str(world.base), **OPTIONS))
-        pid = llm._client._process.pid
+        args = EngineArgs(model=str(world.base), **OPTIONS)
+        llm = AsyncLLM.from_engine_args(args, more_calls=[process_id])
+        pid = asyncio.run(llm.call(process_id))
         assert is_there(pid)
 
         del llm
