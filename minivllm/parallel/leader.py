@@ -66,7 +66,6 @@ class LeadingExecutor(Executor):
 
     def launch_model(self, output: SchedulerOutput) -> PendingStep:
         self.others.check()
-        self.share_tokens()  # of a step that broke off before its tokens were left
         self._unsent = output
         with self.others.in_step(lambda: self._unsent is None):
             return super().launch_model(output)
