@@ -52,10 +52,12 @@ def ids(outputs):
     return [output.request_id for output in outputs]
 
 
-def test_a_step_without_requests_does_nothing(world):
-    engine = world.engine()
+def test_a_step_without_requests_does_nothing(world, monkeypatch):
+    engine, launched = world.engine(), []
+    monkeypatch.setattr(engine.executor, "launch_model", launched.append)
 
     assert engine.step() == []
+    assert launched == []
     assert engine.get_metrics()["steps"] == 0
     assert len(engine.trace) == 0
 
