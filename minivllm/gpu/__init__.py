@@ -1,8 +1,8 @@
 """What only a GPU needs: kernels, attention over pages, CUDA graphs, slots in pages. See vllm/lora/punica_wrapper/.
 
 Brings      Llama-8B shape in bfloat16 on an H100, adapters of rank 16, output tokens a second with 32 and 128
-            requests: base 5,045 and 16,386; 8 adapters in pages 90.9 and 89.9 % of that, 32 adapters 77.4 and 79.7 %
-            (benchmarks/README.md, engine-decode-readers-paged-h100-2026-11-23.json; beside vLLM: README.md)
+            requests: base 5,026 and 16,380; 8 adapters 91.1 and 90.5 % of that, 32 adapters 78.3 and 80.4 %
+            (benchmarks/README.md, engine-decode-pages-alone-h100-2026-11-24.json; beside vLLM: README.md)
 Implements  of `LoRAExtensions`: `backends` (each a `Backend`) and `make_slot_writer`. Of `ModelRunner`: `memory`
             (`KVMemory`), `build_attention`, `capture` (`Graphs`), `linear_product`, `prepare_model`. Subclasses of
             `LRUCacheLoRAModelManager` and of `Scheduler` for adapters that share the KV cache's memory. install.py
