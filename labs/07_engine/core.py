@@ -204,6 +204,7 @@ class EngineCore:
         scheduled, self._in_pass = self._in_pass, None
         if scheduled is None:
             raise error
+        self.executor.share_tokens()  # other ranks wait for these, and could not read an adapter meanwhile
         if adapter_id := blamed_adapter(error):
             self._fail_adapter(adapter_id, error, outputs)
         else:
