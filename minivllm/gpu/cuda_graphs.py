@@ -5,11 +5,13 @@ Stands for vllm/compilation/cuda_graph.py, and cudagraph_capture_sizes of vllm/c
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # Of a captured step with prompts. More sizes would take longer to capture, and a larger one more memory; larger steps
 # are rare. Not that they gain nothing: up to some 2,000 tokens a GPU waits for their launches (docs/simulate.md).
@@ -33,9 +35,11 @@ def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def smallest_that_holds(sizes: list[int], number: int) -> int | None:
-    """Of ascending sizes; None if none does."""
-    place = bisect_left(sizes, number)
+def smallest_that_holds(
+    sizes: Sequence[T], number: int, size_of: Callable[[T], int] | None = None
+) -> T | None:
+    """Of ascending sizes, or of things of ascending sizes; None if none does."""
+    place = bisect_left(sizes, number, key=size_of)
     return sizes[place] if place < len(sizes) else None
 
 

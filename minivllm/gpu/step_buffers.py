@@ -76,10 +76,13 @@ class StepBuffers:
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._host_tables = BlockTables(max_rows, max_blocks)
         self._host_fields: dict[StepShape, list[np.ndarray]] = {}
+        self._device_fields: dict[StepShape, StepFields] = {}
 
     def fields(self, shape: StepShape) -> StepFields:
         """What a graph of this shape reads, on the device."""
-        return _split(self._device, shape)
+        if shape not in self._device_fields:
+            self._device_fields[shape] = _split(self._device, shape)
+        return self._device_fields[shape]
 
     def attention(self, shape: StepShape, max_seq_len: int) -> PagedAttentionMetadata:
         """max_seq_len: no context will be longer"""

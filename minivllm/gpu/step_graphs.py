@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from minivllm.gpu.cuda_graphs import (
     capture_sizes,
     mixed_sizes,
     no_garbage_collection,
+    smallest_that_holds,
 )
 from minivllm.gpu.paged_attention import queries_per_tile
 from minivllm.gpu.step_buffers import StepBuffers, StepShape
@@ -131,8 +133,7 @@ class StepGraphs(Graphs):
             ]
             if any(request.wants_prompt_logprobs for request in asked):
                 return None
-        tokens = output.total_num_scheduled_tokens
-        shape = next((shape for shape in shapes if shape.tokens >= tokens), None)
+        shape = smallest_that_holds(shapes, output.total_num_scheduled_tokens, attrgetter("tokens"))
         return shape and FoundGraph(self, shape)
 
     def adapters_of_batch(self) -> int:

@@ -4,7 +4,6 @@ Stands for vllm/v1/attention/ops/triton_unified_attention.py and triton_decode_a
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -184,23 +183,17 @@ def _paged_attention_kernel(
             tl.store(counts_ptr + count, 0)
 
 
-class AttentionTiles(NamedTuple):
-    """A program has `rows` rows of queries, and reads `tile` positions of their context at a time."""
+def attention_tiles(tile_tokens: int, group: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Rows of queries that a program has, and how many positions of their context it reads at a time.
 
-    rows: int
-    tile: int
-    num_warps: int
-    num_stages: int
-
-
-def attention_tiles(tile_tokens: int, group: int, size: int, itemsize: int) -> AttentionTiles:
-    """tile_tokens: most tokens of a tile, group: query heads of a kv head, size: D, itemsize: bytes of a number"""
+    tile_tokens: most tokens of a tile, group: query heads of a kv head, size: D, itemsize: bytes of a number
+    """
     rows = max(16, triton.next_power_of_2(tile_tokens * group))
     if tile_tokens > 1:
-        return AttentionTiles(rows, max(16, 64 // itemsize), num_warps=4, num_stages=3)
+        return rows, max(16, 64 // itemsize)
     # Three stages of keys and values, 32 KiB each, fit in shared memory.
     row_bytes = max(16, triton.next_power_of_2(size)) * itemsize
-    return AttentionTiles(rows, max(16, min(128, 32 * 1024 // row_bytes)), num_warps=4, num_stages=3)
+    return rows, max(16, min(128, 32 * 1024 // row_bytes))
 
 
 def paged_attention(
@@ -212,7 +205,6 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     out: torch.Tensor,
-    tuned: AttentionTiles | None = None,
 ) -> None:
     """Causal attention of every tile's tokens over their request's context; deterministic, fit for a CUDA graph.
 
@@ -227,21 +219,19 @@ def paged_attention(
     block_tables  (P, W) int32
     max_seq_len   no context is longer; it sets how many splits are launched, not what they read
     out           (T, Hq * D), of which rows in no tile are left as they are
-    tuned         sizes, None = by shape
     """
     _, num_heads, size = q.shape
     count, num_kv_heads = tiles.shape[1], kv_cache.shape[2] // 2
     group = num_heads // num_kv_heads
-    tuned = tuned or attention_tiles(tile_tokens, group, size, q.element_size())
+    rows, tile = attention_tiles(tile_tokens, group, size, q.element_size())
     splits = 1
     if tile_tokens == 1:
-        splits = num_splits(count * num_kv_heads, triton.cdiv(max_seq_len, tuned.tile))
+        splits = num_splits(count * num_kv_heads, triton.cdiv(max_seq_len, tile))
     partial = lse = counts = out
     if splits > 1:
-        rows = count * num_kv_heads * tuned.rows
         counts = _counts(triton.next_power_of_2(count * num_kv_heads), q.device)
-        partial = torch.empty(rows, splits, size, dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, splits, dtype=torch.float32, device=q.device)
+        partial = torch.empty(count, num_kv_heads, rows, splits, size, dtype=torch.float32, device=q.device)
+        lse = torch.empty(count, num_kv_heads, rows, splits, dtype=torch.float32, device=q.device)
     _paged_attention_kernel[num_kv_heads, count, splits](
         q,
         kv_cache,
@@ -260,14 +250,14 @@ def paged_attention(
         block_tables.stride(0),
         out.stride(0),
         GROUP=group,
-        ROWS=tuned.rows,
+        ROWS=rows,
         D=size,
         BLOCK_D=max(16, triton.next_power_of_2(size)),
         BLOCK_SIZE=kv_cache.shape[1],
-        TILE=tuned.tile,
+        TILE=tile,
         SPLITS=splits,
-        num_warps=tuned.num_warps,
-        num_stages=tuned.num_stages,
+        num_warps=4,
+        num_stages=3,
     )
 
 
