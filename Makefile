@@ -61,7 +61,7 @@ nightly: setup $(RAY)
 	$(BIN)/python -m pytest -m "nightly and not ray" -n auto --maxprocesses 4 --dist worksteal --durations 20 --disable-warnings
 	$(BIN)/python -m pytest -m ray --disable-warnings tests/deploy
 	$(BIN)/python tests/helpers/take_away.py
-	$(BIN)/python tests/engine/malformed.py --adapters 10000 --seed 0
+	$(BIN)/python tests/sources/malformed.py --adapters 10000 --seed 0
 	$(BIN)/python tests/engine/engine_machine.py --operations 150000 --seed 0
 	$(BIN)/python tests/server/server_soak.py --seed 0
 

@@ -134,5 +134,5 @@ def test_each_extension_has_its_turn_before_any_has_another():
 
 
 def test_whoever_imports_an_extension_is_its_own_also_by_way_of_a_helper():
-    assert "tests/engine/test_run_ahead.py" in own_files("ahead"), "helpers/running_ahead.py imports it"
+    assert "tests/ahead/test_run_ahead.py" in own_files("ahead"), "helpers/running_ahead.py imports it"
     assert "tests/phase_07/test_mixed_step.py" not in own_files("ahead")

@@ -9,13 +9,11 @@ from labs.kit.regions import PHASES, LabError, read_engine
 from labs.kit.variants import drift, with_variant
 
 EXERCISES = read_engine()
-SUITE = [
-    "tests/distributed",
-    "tests/engine",
-    "tests/gpu",
-    "tests/models",
-    *(f"tests/phase_{phase[:2]}" for phase in PHASES),
-]
+ROOMS = (
+    *("ahead", "commands", "engine", "examples", "gpu", "layers", "lora", "models", "observe", "options"),
+    *("parallel", "policies", "serving", "sizing", "sources", "text", "vllm", "worker"),
+)
+SUITE = [*(f"tests/{room}" for room in ROOMS), *(f"tests/phase_{phase[:2]}" for phase in PHASES)]
 
 
 @pytest.mark.parametrize("number", EXERCISES)

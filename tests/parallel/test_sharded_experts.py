@@ -3,7 +3,7 @@
 import pytest
 import torch
 from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
-from test_slot_memory import manage, tiny
+from slot_models import manage, tiny
 from tiny_engine import OPTIONS, greedy, tokens_of
 from tiny_models import token_ids
 from tiny_moe import MIXTRAL, QWEN, sparse_world

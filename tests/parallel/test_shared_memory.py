@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_slot_memory import large, manage, tiny
+from slot_models import large, manage, tiny
 
 from minivllm import EngineArgs
 from minivllm.assembly import LORA_EXTENSIONS

@@ -1,6 +1,6 @@
 """An engine with a running batch, and malformed adapters by the thousand.
 
-    python tests/engine/malformed.py --adapters 10000 --seed 0
+    python tests/sources/malformed.py --adapters 10000 --seed 0
 
 Each adapter is a good one that was spoiled at random (malformed_adapters.py), and a request names it. It must be
 refused with ValueError or FileNotFoundError, in one sentence, within a second (ten, as the machine may be busy) and

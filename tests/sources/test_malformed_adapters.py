@@ -1,4 +1,4 @@
-"""300 malformed adapters against an engine with a running batch; `python tests/engine/malformed.py` sends 10,000.
+"""300 malformed adapters against an engine with a running batch; `python tests/sources/malformed.py` sends 10,000.
 
 In a process of its own: what it takes at most is the kernel's to say, and a bomb must not take the test run with it.
 """

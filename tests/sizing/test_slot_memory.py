@@ -5,15 +5,11 @@ import dataclasses
 import pytest
 import torch
 from allocations import allocated_by, live_bytes
-from tiny_models import SIZES, VARIANTS
+from slot_models import base_model, large, manage, tiny
 
-from labs.kit.regions import ROOT
 from minivllm.config import LoRAConfig
 from minivllm.economics import adapted_layers, slot_memory
 from minivllm.gpu.slot_writer import SlotWriter
-from minivllm.models.config import ModelArchitecture
-from minivllm.models.registry import MODELS
-from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 
 BACKENDS = ["loops", "grouped", "triton"]
 OPTIONS = {
@@ -30,27 +26,6 @@ OPTIONS = {
         "target_modules": ["k_proj", "up_proj", "lm_head"],
     },
 }
-# Rows of a step that the GPU backends keep tables for, which nobody predicts.
-TOKENS, ROWS = 64, 8
-
-
-def tiny(variant):
-    return ModelArchitecture.from_dict({**SIZES, **VARIANTS[variant]})
-
-
-def large(name, **changes):
-    return dataclasses.replace(
-        ModelArchitecture.from_folder(ROOT / "benchmarks" / "shapes" / name), **changes
-    )
-
-
-def base_model(architecture, dtype, device="cpu"):
-    return MODELS[architecture.architecture](architecture, dtype, device)
-
-
-def manage(model, lora_config, device="cpu"):
-    vocab_size = model.config.vocab_size
-    return LRUCacheLoRAModelManager(model, ROWS, TOKENS, vocab_size, lora_config, device)
 
 
 def assert_within(percent, found, expected):

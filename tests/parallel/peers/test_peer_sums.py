@@ -18,7 +18,7 @@ from minivllm.parallel.peers import memory as peer_memory
 from minivllm.parallel.peers.sum_op import peer_sum, programs_of
 from minivllm.parallel.ranks import make_group
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "peer_ranks.py"
+SCRIPT = Path(__file__).parents[2] / "helpers" / "peer_ranks.py"
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own memory")
 
 
