@@ -88,6 +88,8 @@ class Job:
     files   files of tests, in the place of those that have the exercise's mark
     names   of the test functions in these files that count, or `FILE.py::*`; none: all
     memory  bytes that it may allocate, of code that nobody trusts: it is confined. None = it is trusted
+    in_place  what puts the sources' code into the engine's functions, where this process has imported the engine
+              (`labs.kit.in_place`): calls are not watched then, so the checks that every exercise has do not run
     """
 
     key: Any
@@ -99,6 +101,7 @@ class Job:
     files: tuple[Path, ...] = ()
     names: frozenset[str] = frozenset()
     memory: int | None = None
+    in_place: tuple[Callable[[], None], ...] | None = None
 
     def all_files(self) -> list[Path]:
         """In which its tests are."""
@@ -126,7 +129,8 @@ class Job:
 
     def on_our_code(self, only: frozenset[str] | None) -> "Job":
         """The same tests, or only some of them, on the engine as it is."""
-        return replace(self, sources={}, only=only, stop_at_first=False, trace=False)
+        in_place = None if self.in_place is None else ()
+        return replace(self, sources={}, only=only, stop_at_first=False, trace=False, in_place=in_place)
 
 
 @dataclass
@@ -180,7 +184,7 @@ def run(
     A test that is skipped here and not on our code has failed.
     """
     at_a_time = at_a_time or os.cpu_count() or 1
-    _import(WANTED_BY_ALL)
+    import_for_forks(WANTED_BY_ALL)
     waiting = [(job, job.all_files()) for job in jobs]
     running: dict[Connection, _Child] = {}
     ours = _OurCode(running)
@@ -260,10 +264,10 @@ def _import_what_several_want(files_of_jobs: list[list[Path]]) -> None:
     for names, sign in WANTED_BY_SOME.items():
         wanted = [files for files in files_of_jobs if any(sign.search(texts[path]) for path in files)]
         if len(wanted) > 1:
-            _import(names)
+            import_for_forks(names)
 
 
-def _import(names: tuple[str, ...]) -> None:
+def import_for_forks(names: tuple[str, ...]) -> None:
     """Import here what forks would import. Some of it imports Triton, whose interpreter is chosen before."""
     # Whoever starts to use a GPU cannot be forked; this way nobody has to in order to see that there is one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -438,7 +442,10 @@ def _run_tests(
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ["MINIVLLM_LABS"] = ""  # the job says whose code it is
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
-    Overlay(job.sources).install()
+    if job.in_place is None:
+        Overlay(job.sources).install()
+    for put in job.in_place or ():
+        put()
     steady_hypothesis()
     # Of marks only the exercise's count here, not those that the settings leave out.
     options = [
@@ -449,7 +456,8 @@ def _run_tests(
         *["-x"] * job.stop_at_first,
         *["--tb=long"] * job.trace,
     ]
-    plugins = [recorder] if job.files else [_generic_checks(job), recorder]
+    is_plain = bool(job.files) or job.in_place is not None
+    plugins = [recorder] if is_plain else [_generic_checks(job), recorder]
     status = int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     recorder.send("end", [status, sum(use.ru_utime + use.ru_stime for use in used)])

@@ -5,7 +5,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from labs.kit.forks import NO_TEST, Job, Outcome, run
+from labs.kit.forks import NO_TEST, Job, Outcome
+from labs.kit.in_place import run_changes
 from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import ROOT, Exercise, LabError, edit
 
@@ -86,7 +87,7 @@ def check_mutants(
                 jobs.append(Job(mutant, exercise.number, mutant.sources(), stop_at_first=True))
             except LabError as error:
                 yield Verdict(exercise.number, mutant, False, str(error))
-    for job, outcome in run(jobs):
+    for job, outcome in run_changes(jobs):
         judge = _judge_engine if job.key is None else _judge_mutant
         yield Verdict(job.exercise, job.key, *judge(outcome))
 

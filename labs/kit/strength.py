@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from labs.kit.forks import Job, Outcome, run
+from labs.kit.in_place import run_changes
 from labs.kit.mutations import Mutation, mutations_of
 from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import ROOT, Exercise, LabError
@@ -90,7 +91,7 @@ def measure(exercises: Iterable[Exercise], at_most: int | None = None) -> Iterat
 def _judge(exercise: Exercise, mutations: list[Mutation], entries: set[tuple], limit: float) -> Strength:
     jobs = [Job(mutation, exercise.number, _sources(mutation), stop_at_first=True) for mutation in mutations]
     survived, wrong, killed = [], [], 0
-    for job, outcome in run(jobs, limit=limit, at_a_time=AT_A_TIME):
+    for job, outcome in run_changes(jobs, limit=limit, at_a_time=AT_A_TIME):
         is_seen, is_listed = _is_killed(outcome), job.key.key in entries
         if is_seen and is_listed:
             wrong.append(_sentence(job.key.key, "is not equivalent: a test sees it"))
