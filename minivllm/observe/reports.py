@@ -3,14 +3,21 @@
 Stands for a part of vllm/v1/metrics/stats.py (v0.22.1).
 """
 
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
+
+import torch
 
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.lora.events import LoRAStats
+from minivllm.observe.history import History
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,73 @@ def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
     return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
 
 
-def debug_info(engine: EngineCore) -> dict[str, object]:
-    """Everything worth knowing when something looks wrong: counters, slots, memory, adapters, queues."""
+def system_info() -> dict[str, object]:
+    """The machine and the versions that an engine runs on."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpu_count": len(gpus),
+        "gpu_names": [gpu.name for gpu in gpus],
+        "gpu_memory": [gpu.total_memory for gpu in gpus],
+        "cuda_version": torch.version.cuda,
+        "python_version": platform.python_version(),
+        "pytorch_version": torch.__version__,
+        "minivllm_version": importlib.metadata.version("minivllm"),
+    }
+
+
+def model_info(engine: EngineCore) -> dict[str, object]:
+    """The base model as it is served."""
+    config = engine.config.model_config
+    return {
+        "model": config.model,
+        "device": engine.config.device,
+        "dtype": str(config.dtype),
+        "max_model_len": config.max_model_len,
+        "quantization": config.quantization,
+        "parameters": sum(parameter.numel() for parameter in engine.runner.model.parameters()),
+        "architecture": config.architecture.architecture,
+        "num_hidden_layers": config.architecture.num_hidden_layers,
+        "hidden_size": config.architecture.hidden_size,
+        "vocab_size": config.architecture.vocab_size,
+    }
+
+
+def lora_info(engine: EngineCore) -> dict[str, object]:
+    """How much LoRA an engine has room for."""
+    manager = engine.adapters.manager
+    config = {name: value for name, value in vars(manager.lora_config).items() if name != "lora_dtype"}
+    return {
+        **config,
+        "lora_dtype": str(manager.lora_dtype),
+        "backend": type(manager.punica_wrapper).__name__,
+        "wrapped_modules": len(manager.modules),
+    }
+
+
+def what_it_is(engine: EngineCore) -> Iterator[str]:
+    """Sentences about an engine that has just been made, for the log."""
+    model, runner = model_info(engine), engine.runner
+    yield (
+        f"engine of '{model['model']}' ({model['architecture']}, {model['dtype']} on {model['device']}): "
+        f"{runner.num_blocks} KV blocks of {engine.config.cache_config.block_size} tokens, batches of up to "
+        f"{engine.config.scheduler_config.max_num_seqs} requests"
+    )
+    if engine.adapters is not None:
+        lora = lora_info(engine)
+        yield (
+            f"LoRA: {lora['wrapped_modules']} modules are wrapped; {engine.adapters.manager.lora_slots} slots of rank "
+            f"{lora['max_lora_rank']}, {engine.adapters.manager.capacity} adapters in memory, {lora['backend']}"
+        )
+
+
+def debug_info(engine: EngineCore, history: History) -> dict[str, object]:
+    """Everything worth knowing when something looks wrong.
+
+    Counters, queues, slots, memory and adapters; the model, LoRA's configuration and the machine; and what `History`
+    has measured.
+    """
     runner, scheduler, adapters = engine.runner, engine.scheduler, engine.adapters
     info: dict[str, object] = {
         "metrics": get_metrics(engine),
@@ -110,10 +182,14 @@ def debug_info(engine: EngineCore) -> dict[str, object]:
         "kv_blocks": runner.num_blocks,
         "kv_bytes": runner.num_blocks * runner.kv_block_bytes,
         "threads": str(runner.cpu_threads),
+        "system": system_info(),
+        "model": model_info(engine),
+        **history.as_dict(),
     }
     if adapters is not None:
         manager = adapters.manager
         info |= {
+            "lora": lora_info(engine),
             "slots": list(manager.lora_index_to_id),
             "free_slots": manager.get_free_slots(),
             "active_adapters": dict(manager.list_active_adapters()),

@@ -154,6 +154,8 @@ def tokens_of(output: RequestOutput) -> list[int]:
 def snapshot(engine: LLMEngine) -> dict[str, object]:
     """What must be as before when something was refused: the engine's own account, the registry, the blocks."""
     info = engine.debug_info()
+    for changes_anyhow in ("errors", "peak_memory"):
+        del info[changes_anyhow]
     info["blocks"] = list(engine.scheduler.kv_cache.block_pool.ref_cnt)
     info["states"] = sorted(engine.output_processor.states)
     if engine.adapters is not None:
