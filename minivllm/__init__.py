@@ -1,11 +1,11 @@
 """minivllm: multi-LoRA serving as vLLM's V1 engine does it, small enough to read in a weekend."""
 
 import importlib
+import importlib.metadata
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
-
-logging.getLogger("minivllm").addHandler(logging.NullHandler())  # where nobody listens, nothing is said
 
 if TYPE_CHECKING:
     from minivllm.assembly import LLM, LLMEngine
@@ -39,7 +39,26 @@ __all__ = [
 ]
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to stderr for programs that set a level on one of the package's loggers and configured no handler.
+
+    Python alone would drop such records, or print those from WARNING on, which no program asked for.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger(record.name)
+        while logger.name.startswith("minivllm") and not logger.level:
+            logger = logger.parent
+        if logger.name.startswith("minivllm") and not logging.root.handlers:
+            print(self.format(record), file=sys.stderr)
+
+
+logging.getLogger("minivllm").addHandler(_StderrHandler())
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("minivllm")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'minivllm' has no attribute '{name}'")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+import minivllm
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
 from minivllm.commands.quiet import end_at_ctrl_c, quiet_libraries
 from minivllm.commands.simulate_cli import simulate
@@ -23,7 +24,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 app = typer.Typer(
-    help="Multi-LoRA serving as vLLM does it: one base model, many adapters, one batch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -99,7 +99,42 @@ Slots = Annotated[
         "many as memory has room for."
     ),
 ]
+
+
+def set_log_level(level: str | None) -> str | None:
+    """Have the package's loggers tell from this level on; `BadParameter` for a level that logging does not know."""
+    if level is None:
+        return None
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"'{level}' is no level; use debug, info, warning or error")
+    logging.getLogger("minivllm").setLevel(level.upper())
+    return level
+
+
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        callback=set_log_level,
+        help="debug, info, warning or error. info tells of loads, reloads and refusals of adapters; debug also of "
+        "slots, evictions and requests that are passed over.",
+    ),
+]
 LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"minivllm {minivllm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it and exit.")
+    ] = False,
+) -> None:
+    """Multi-LoRA serving as vLLM does it: one base model, many adapters, one batch."""
 
 
 @app.command()
@@ -118,6 +153,7 @@ def demo(
         typer.Option("--tiny", help="A tiny random model instead, on Triton's kernels, without a GPU too."),
     ] = False,
     as_json: Json = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
     with Console().status("starting"):  # PyTorch takes some seconds to import
@@ -172,6 +208,7 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
     punica: Punica = "auto",
     as_json: Json = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Answer prompts, each by the base model or by the adapter it names."""
     given = dict(locals())  # every option by its name
@@ -235,6 +272,7 @@ def serve(
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     punica: Punica = "auto",
+    log_level: LogLevel = None,
 ) -> None:
     """Serve one model and its adapters, each a model of its own, in OpenAI's form."""
     given = dict(locals())  # every option by its name

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.lora_model import LoRAModel
 
-logger = logging.getLogger(__name__)
+# Under the name of the module whose events they are: `getLogger("minivllm.lora")` is the logger of all of them.
+logger = logging.getLogger("minivllm.lora.events")
 
 # Kind of an event -> level, and what is said of the adapter.
 SENTENCES = {

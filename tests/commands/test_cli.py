@@ -110,7 +110,7 @@ def test_an_adapter_with_a_bias_is_served_with_the_option_that_its_refusal_names
 
 @pytest.mark.parametrize("command", ["inspect", "generate"])
 def test_factors_of_longer_contexts_are_numbers_with_commas(base, adapter, command):
-    for text, complaint in (("2,x", "not of the form 2.0,4.0"), ("0.5", "numbers greater than 1")):
+    for text, complaint in (("2,x", "not of the form 2.0,4.0"), ("0.5", "numbers of at least 1")):
         arguments = [command, str(adapter), "--model", str(base), "--long-lora-scaling-factors", text]
 
         assert complaint in str(run(app, arguments).exception)

@@ -218,3 +218,28 @@ def test_commands_have_threads_wait_a_while_unless_somebody_has_said_how(given, 
     )
 
     assert ran.stdout.split() == [spins, "False"], ran.stderr
+
+
+class TestAllCommands:
+    def test_the_version_is_that_of_the_package_also_as_a_module(self):
+        said = subprocess.run([sys.executable, "-m", "minivllm", "--version"], capture_output=True, text=True)
+
+        assert said.stdout == f"minivllm {minivllm.__version__}\n"
+
+    @pytest.mark.parametrize("command", ["generate", "serve", "demo"])
+    def test_a_level_that_is_none_is_refused_by_name(self, command):
+        result = run(app, [command, "--log-level", "loud"])
+
+        assert result.exit_code == 2
+        assert "'loud' is no level; use debug, info, warning or error" in re.sub(
+            r"[\s│]+", " ", result.output
+        )
+
+    def test_a_level_is_the_packages(self):
+        logger = logging.getLogger("minivllm")
+        before = logger.level
+        try:
+            run(app, ["generate", "--log-level", "debug", "--model", "nowhere", "hello"])
+            assert logger.level == logging.DEBUG
+        finally:
+            logger.setLevel(before)

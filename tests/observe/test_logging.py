@@ -116,3 +116,36 @@ def test_a_program_that_does_not_listen_hears_nothing():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert (result.stdout, result.stderr) == ("", "")
+
+
+ASKED = """
+import logging
+import minivllm
+{asked}
+logging.getLogger("minivllm.lora.events").debug("heard")
+logging.getLogger("minivllm.engine").info("also heard")
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "heard"),
+    [
+        ("", ""),
+        ('logging.getLogger("minivllm").setLevel(logging.DEBUG)', "heard\nalso heard\n"),
+        ('logging.getLogger("minivllm").setLevel("INFO")', "also heard\n"),
+        ('logging.getLogger("minivllm.lora").setLevel(logging.DEBUG)', "heard\n"),
+        (
+            'logging.basicConfig(level="DEBUG", format="by the program: %(message)s")',
+            "by the program: heard\n",
+        ),
+    ],
+    ids=["nothing", "all", "info", "adapters", "a handler of the program's own"],
+)
+def test_a_program_that_sets_a_level_hears_it_without_more(asked, heard):
+    code = ASKED.format(asked=asked)
+
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+
+    assert said.startswith(heard) and said.count("heard") == (
+        2 if "basicConfig" in asked else heard.count("heard")
+    )
