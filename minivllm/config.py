@@ -64,7 +64,8 @@ class LoRAConfig:
                     paged on CUDA, but triton where processes share out both A and B
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
-    long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
+    long_lora_scaling_factors  linear rotary factors, each >= 1, that adapters for longer contexts may have; 1 is every
+                    adapter's anyway and is left out, also in the form {"factor": 1.0, ...} that documents show
     refuse_pickles  refuse adapters in .bin and .pt files, however harmless they look
     eviction_policy  who leaves full slots, or memory, of EVICTION_POLICIES; see `minivllm.policies.keeping`
     """
@@ -140,15 +141,18 @@ class LoRAConfig:
         return replace(self, max_loras=min(slots, self.max_cpu_loras or slots), punica_backend=backend)
 
     def _checked_factors(self) -> tuple[float, ...]:
-        """Ascending, each once."""
-        factors = self.long_lora_scaling_factors
-        is_list = isinstance(factors, list | tuple | set | frozenset)
-        if not is_list or not all(is_real(f) and 1 < f <= LARGEST_FACTOR for f in factors):
+        """Ascending, each once, without 1."""
+        given = self.long_lora_scaling_factors
+        factors = given if isinstance(given, list | tuple | set | frozenset) else [None]
+        # Frequencies that a dict scales apart mean nothing where its factor is 1; with another one they are no linear
+        # scaling.
+        factors = [1.0 if isinstance(f, dict) and f.get("factor") == 1 else f for f in factors]
+        if not all(is_real(f) and 1 <= f <= LARGEST_FACTOR for f in factors):
             raise ValueError(
-                f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got "
-                f"{shown(factors)}"
+                f"long_lora_scaling_factors must be numbers of at least 1, at most {LARGEST_FACTOR}, got "
+                f"{shown(given)}"
             )
-        return tuple(sorted({float(factor) for factor in factors}))
+        return tuple(sorted({float(factor) for factor in factors} - {1.0}))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from minivllm.vllm.punica_wrapper import (
 )
 
 __all__ = [
+    "PunicaWrapper",
     "PunicaWrapperABC",
     "PunicaWrapperBase",
     "PunicaWrapperCPU",
@@ -40,3 +41,14 @@ def get_punica_wrapper(
     from minivllm.vllm.punica_gpu import PunicaWrapperGPU
 
     return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, max_loras=config.max_loras)
+
+
+def PunicaWrapper(
+    max_num_batched_tokens: int,
+    max_batches: int,
+    device: torch.device | str,
+    max_loras: int | None = None,
+) -> PunicaWrapperBase:
+    """The wrapper for a device, by the name that documents give it. vLLM has had a class for each device since 0.7."""
+    config = LoRAConfig(max_loras=max_loras or LoRAConfig.max_loras)
+    return get_punica_wrapper(max_num_batched_tokens, max_batches, device, lora_config=config)

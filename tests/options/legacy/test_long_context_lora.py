@@ -178,10 +178,23 @@ def test_a_context_length_that_is_no_length_is_refused(length):
         PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": 48}, LORA_EXTENSIONS)
 
 
-@pytest.mark.parametrize("factors", [[1.0], [0], [2, float("inf")], "2.0", [float("nan")], 4.0, [10**400]])
-def test_factors_that_stretch_nothing_are_refused(factors):
+@pytest.mark.parametrize(
+    "factors",
+    [[0], [0.5], [2, float("inf")], "2.0", [float("nan")], 4.0, [10**400], [{"factor": 2.0}], [{"low": 1}]],
+)
+def test_what_is_no_factor_is_refused(factors):
     with pytest.raises(ValueError, match="long_lora_scaling_factors"):
         LoRAConfig(long_lora_scaling_factors=factors)
+
+
+# What documents show: a factor of 1, which every adapter has, and frequencies that nothing scales.
+NOTHING_TO_STRETCH = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+
+
+@pytest.mark.parametrize("factors", [[1.0], [NOTHING_TO_STRETCH]])
+def test_a_factor_of_one_is_taken_and_adds_no_table(factors):
+    assert LoRAConfig(long_lora_scaling_factors=factors).long_lora_scaling_factors == ()
+    assert LoRAConfig(long_lora_scaling_factors=[*factors, 2]).long_lora_scaling_factors == (2.0,)
 
 
 def default_rope(theta):
