@@ -15,10 +15,14 @@ FOLDER = ROOT / "notebooks"
 def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
     """The learner's copy of a phase's notebook, and whether it was made now from the committed one.
 
+    LabError for a phase without one: phase 00 is a file to read.
+
     phase   such as 03_cpu_punica
     fresh   make it anew; what was there is kept under .lab/backup
     """
     ours, yours = ROOT / "phases" / phase / "walkthrough.ipynb", FOLDER / f"{phase}.ipynb"
+    if not ours.is_file():
+        raise LabError(f"phases/{phase} has no notebook; read its README.md")
     if yours.is_file() and not fresh:
         return yours, False
     if yours.is_file():

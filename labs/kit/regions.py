@@ -20,6 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 
 PHASES = (
+    "00_one_file",
     "01_request_and_weights",
     "02_lora_layers",
     "03_cpu_punica",
@@ -31,6 +32,8 @@ PHASES = (
     "10_many_adapters",
     "11_many_gpus",
 )
+
+SOURCES = ("minivllm", "phases/00_one_file")  # folders of the files in which exercises are
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -133,7 +136,7 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
     exercises: dict[str, Exercise] = {}
     recipes = read_recipes(root)
     phase_of: dict[str, str] = {}
-    for path in sorted((root / "minivllm").rglob("*.py")):
+    for path in (path for folder in SOURCES for path in sorted((root / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
         if "# region lab" not in text:
             continue

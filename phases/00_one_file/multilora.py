@@ -30,9 +30,9 @@ MODEL = CACHE / "SmolLM2-135M-Instruct-float32"  # `make setup` puts the demo mo
 
 
 # ---- 1. A request ----
-# It says which adapter it wants, and it keeps the keys and values of its own tokens, so that a token that was
-# computed once is never computed again. In the engine a request is `Request`, the adapter is a `LoRARequest` (phases
-# 1 and 7), and keys and values lie in blocks that all requests share.
+# It names its adapter, and it keeps the keys and values of its tokens, so that no token is computed twice. In the
+# engine this is `Request`, the adapter is a `LoRARequest` (phases 1 and 7), and keys and values lie in blocks that all
+# requests share.
 
 
 @dataclass(eq=False)
@@ -104,13 +104,16 @@ class LoRALinear(nn.Module):
             rank = len(weights[0])
             self.a[slot, :rank], self.b[slot, :, :rank] = weights
 
+    # region lab 0.1: one linear, rows of several adapters
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (1, T, K) -> (1, T, N)"""
+        """x: (1, T, K) -> (1, T, N), each row with what the adapter in its run's slot adds. x stays as it is."""
         y = self.base(x)
         for slot, rows in self.batch.runs.items():
             h = x[:, rows] @ self.a[slot].T  # (1, rows, R)
             y[:, rows] += h @ self.b[slot].T  # (1, rows, N)
         return y
+
+    # endregion
 
 
 def wrap_linears(model: nn.Module, slots: int, max_rank: int, batch: Batch) -> dict[str, LoRALinear]:
@@ -184,9 +187,8 @@ AttentionInterface.register("by_request", attend_by_request)
 
 # ---- 6. The engine: who is in the next step, and the step ----
 # Continuous batching: a request joins between two steps, and leaves with its last token, whatever others do. It joins
-# if the batch has room and its adapter has a slot, or can get one: a step never needs more adapters than there are
-# slots. A request that has to wait for a slot is passed over, and those behind it may join. Phase 6 bounds how long
-# that may go on, so that nobody starves; phase 7 puts all of it together.
+# if the batch has room and its adapter has a slot or can get one. Those behind a request that waits for a slot may join
+# before it. Phase 6 bounds how long that goes on, so that nobody starves; phase 7 puts all of it together.
 
 
 class Engine:

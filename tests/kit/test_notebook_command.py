@@ -193,7 +193,12 @@ def test_a_copy_that_is_started_over_is_kept(own):
     assert [kept.read_text() for kept in own.glob(".lab/backup/03_cpu_punica-*.ipynb")] == ["mine"]
 
 
-@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_that_is_a_file_to_read_has_no_notebook(own):
+    with pytest.raises(LabError, match=r"phases/00_one_file has no notebook; read its README\.md"):
+        notebook.learners_copy("00_one_file")
+
+
+@pytest.mark.parametrize("phase", PHASES[1:])
 def test_links_of_a_copy_lead_somewhere(phase, own):
     path, _ = notebook.learners_copy(phase)
     cells = nbformat.read(path, as_version=4).cells

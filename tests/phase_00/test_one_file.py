@@ -1,8 +1,6 @@
 """The whole idea in one file: its tokens are PEFT's and the engine's, over adapters that take turns in two slots."""
 
-import gc
-import importlib.util
-import sys
+import importlib
 
 import pytest
 from demo_oracle import DemoOracle
@@ -17,13 +15,7 @@ FILE = ROOT / "phases" / "00_one_file" / "multilora.py"
 @pytest.fixture(scope="module")
 def one_file():
     demo_base()  # the file looks for the model where this puts it
-    spec = importlib.util.spec_from_file_location("multilora", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["multilora"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["multilora"]
-    gc.collect()
+    return importlib.import_module("phases.00_one_file.multilora")
 
 
 @pytest.fixture(scope="module")

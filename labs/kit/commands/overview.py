@@ -75,4 +75,5 @@ def say_next(exercise: Exercise | None) -> None:
     hints = hints_of(exercise)
     minutes = f", about {hints.minutes} minutes" if hints else ""
     console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{mark(exercise)}{minutes}")
-    console.print(f"  {place(exercise)}\n  lab check {exercise.number}    lab hint {exercise.number}")
+    console.print(f"  read:  phases/{exercise.phase}/README.md\n  write: {place(exercise)}")
+    console.print(f"  lab check {exercise.number}    lab hint {exercise.number}")

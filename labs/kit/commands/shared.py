@@ -33,7 +33,7 @@ def choose(which: str | None) -> list[Exercise]:
                 f"{which.partition('.')[0]} has {', '.join(near)}"
             )
         raise LabError(
-            f"there is no lab '{which}': give a phase, 1 to {int(PHASES[-1][:2])}, or an exercise, "
+            f"there is no lab '{which}': give a phase, {int(PHASES[0][:2])} to {int(PHASES[-1][:2])}, or an exercise, "
             f"{near[0]} to {near[-1]}"
         )
     return found
