@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from minivllm.ahead import AHEAD
+from minivllm.alora import ALORA
 from minivllm.config import EngineConfig
 from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler
@@ -34,6 +35,7 @@ from minivllm.worker.model_runner import ModelRunner
 # Each can be taken away: its folder, its import above and its line here.
 EXTENSIONS: tuple[Extension, ...] = (
     OPTIONS,
+    ALORA,
     SOURCES,
     POLICIES,
     GPU,
@@ -45,14 +47,19 @@ EXTENSIONS: tuple[Extension, ...] = (
 
 
 def lora_extensions(extensions: Iterable[Extension]) -> LoRAExtensions:
-    """What all of them bring for adapters. ValueError where two bring the same field: one would be lost in silence."""
-    fields: dict[str, Any] = {}
+    """What all of them bring for adapters: `options` one after the other, and each other field from one of them.
+
+    ValueError where two bring the same field: one would be lost in silence.
+    """
+    fields: dict[str, Any] = {"options": ()}
     for extension in extensions:
-        if twice := fields.keys() & extension.lora.keys():
+        brought = dict(extension.lora)
+        fields["options"] += tuple(brought.pop("options", ()))
+        if twice := fields.keys() & brought.keys():
             raise ValueError(
                 f"two extensions bring {', '.join(sorted(twice))} of LoRAExtensions; let one bring both"
             )
-        fields |= extension.lora
+        fields |= brought
     return LoRAExtensions(**fields)
 
 

@@ -23,7 +23,8 @@ class StepMessage(NamedTuple):
     samples       whether the next token of the row is sampled
     held          how many blocks of each row count of those told with the last step; 0 = none
     new_blocks    those behind them
-    whole         row -> its request, where its prompt is still to be scored (`wants_prompt_logprobs`)
+    whole         row -> its request, where its prompt is still to be scored (`wants_prompt_logprobs`), or its adapter
+                  begins after `starts` (`adapter_start`)
     """
 
     request_ids: list[str]
@@ -67,6 +68,7 @@ class Row:
     block_ids: list[int]
     all_token_ids: "Tokens"
     wants_prompt_logprobs: bool = field(default=False, init=False)
+    adapter_start: ClassVar[int] = 0  # it has begun
     sampling_params: ClassVar[SamplingParams] = SamplingParams()  # nothing is sampled there
 
 

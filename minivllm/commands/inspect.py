@@ -36,6 +36,7 @@ def describe(adapter: JudgedAdapter) -> dict[str, Any]:
             "alpha": adapter.helper.lora_alpha,
             "rslora": adapter.helper.use_rslora,
             "patterns": {"rank": adapter.helper.rank_pattern, "alpha": adapter.helper.alpha_pattern},
+            "beside": adapter.helper.beside,
         }
     if adapter.tensors:
         description |= {
@@ -94,6 +95,8 @@ def _show(report: dict[str, Any]) -> None:
             f"{kind}, rank {report['rank']}, alpha {report['alpha']}, {', '.join(report['dtype'])}, "
             f"{report['parameters']:,} parameters, {report['file_bytes'] / 1e6:.1f} MB"
         )
+        for name, value in report["beside"].items():
+            console.print(f"{escape(name)} {escape(str(value))}", highlight=False, soft_wrap=True)
         console.print(_table(report["targets"]))
     model = escape(report["model"])
     if report["fits"]:

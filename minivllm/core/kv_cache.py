@@ -103,11 +103,12 @@ class KVCacheManager:
         """Blocks that hold the longest known prefix of a request which has none yet; [] with caching off.
 
         Never the whole of it: the last token is computed, or there would be no logits to sample from. Blocks
-        are found one after the other (`_block_hashes`), up to the first that is not there. For an adapter that is not
-        loaded there are none. Else the request is bound (`_bind`) to the present load first.
+        are found one after the other (`_block_hashes`), up to the first that is not there. The request is bound
+        (`_bind`) to the present load of its adapter first. For one that is not loaded (None) `_block_hashes` gives no
+        more than the base model computes, which is nothing for most.
         """
         identity = self._identity(request)
-        if not self.enable_caching or identity is None:
+        if not self.enable_caching:
             return []
         self._bind(request, identity)
         found = []
@@ -138,10 +139,11 @@ class KVCacheManager:
         load, and are never found.
         """
         first, last = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
-        if first == last and request.num_computed_tokens:
+        is_bound = request.num_computed_tokens > request.adapter_start
+        if first == last and is_bound:
             return  # no block is full yet; whose it is will be asked when one is
         identity = self._identity(request)
-        if request.num_computed_tokens == 0:
+        if not is_bound:
             self._bind(request, identity)
         if identity != request.cache_identity:
             request.cache_identity = None
@@ -152,17 +154,30 @@ class KVCacheManager:
             self.block_pool.cache_block(request.block_ids[i], hashes[i])
 
     def _bind(self, request: Request, identity: int | None) -> None:
-        """What the request computes from its first token on is known under this identity."""
+        """What the adapter computes of the request, from its first token on, is known under this identity."""
         if identity != request.cache_identity:
             request.cache_identity = identity
             request.block_hashes = []
 
     def _block_hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Hashes of the first `num_blocks` full blocks; kept, since tokens only ever follow."""
-        hashes = request.block_hashes
+        """Hashes of the first `num_blocks` full blocks; kept, since tokens only ever follow.
+
+        Blocks before the adapter begins are the base model's: whoever computed them, all find them. The block in which
+        it begins is hashed as two, the base model's tokens and the adapter's, because what it holds depends on where it
+        begins. Of a request that is bound to no load only blocks before are known.
+        """
+        hashes, start = request.block_hashes, request.adapter_start
+        if request.cache_identity is None:
+            num_blocks = min(num_blocks, start // self.block_size)
         for i in range(len(hashes), num_blocks):
-            token_ids = request.all_token_ids[i * self.block_size : (i + 1) * self.block_size]
-            hashes.append(
-                hash_block_tokens(hashes[-1] if hashes else None, token_ids, request.cache_identity)
-            )
+            first, end = i * self.block_size, (i + 1) * self.block_size
+            border = min(max(first, start), end)
+            block_hash = hashes[-1] if hashes else None
+            if border > first:
+                tokens = request.all_token_ids[first:border]
+                block_hash = hash_block_tokens(block_hash, tokens, BASE_IDENTITY)
+            if border < end:
+                tokens = request.all_token_ids[border:end]
+                block_hash = hash_block_tokens(block_hash, tokens, request.cache_identity)
+            hashes.append(block_hash)
         return hashes[:num_blocks]

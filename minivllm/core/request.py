@@ -41,6 +41,7 @@ class Request:
     adapter_generation  which (re)load of its adapter it belongs to; a later one waits until all requests
                         of earlier ones are finished. It never falls from one arrival to the next: a reload concerns
                         only requests that arrive after its order
+    adapter_start       tokens before this one are computed by the base model, and only from it on by the adapter
     eos_token_ids       end-of-sequence ids of the model
     follows             a request with the same prompt that computes it first, so that this one finds it in the
                         prefix cache; None: it waits for no other request
@@ -57,6 +58,7 @@ class Request:
     lora_request: LoRARequest | None = None
     arrival_time: float = 0.0
     adapter_generation: int = 0
+    adapter_start: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     follows: "Request | None" = field(default=None, repr=False)
 

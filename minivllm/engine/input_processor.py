@@ -1,6 +1,6 @@
 """From what a caller gives to token ids. Stands for vllm/v1/engine/input_processor.py (v0.22.1)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,11 +21,13 @@ class PromptLimits(NamedTuple):
     vocab_size   its token ids are below it
     positions    that there are for it and its answer
     tokenizer    reads it, and writes the answer; None = prompts come as token ids
+    adapter_start   gives the first of its tokens that the adapter computes, the base model those before; None = all
     """
 
     vocab_size: int
     positions: int
     tokenizer: Any = None
+    adapter_start: Callable[[Sequence[int]], int] | None = None
 
 
 # (the base model's, an adapter of which options found something, that) -> the limits of its prompts
@@ -86,8 +88,9 @@ class InputProcessor:
         params: SamplingParams,
         lora_request: LoRARequest | None = None,
         found: Mapping[str, Any] = {},
-    ) -> tuple[str | None, list[int], SamplingParams, Any]:
-        """The prompt's text, where there is one, its token ids, the parameters, and the tokenizer of both ways.
+    ) -> tuple[str | None, list[int], SamplingParams, Any, int]:
+        """The prompt's text, where there is one, its token ids, the parameters, the tokenizer of both ways, and which
+        of its tokens is the first that the adapter computes.
 
         found   what options found of the request's adapter: by `AdapterRegistry.examine`
 
@@ -112,7 +115,8 @@ class InputProcessor:
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)
-        return text, list(token_ids), params, limits.tokenizer
+        start = limits.adapter_start(token_ids) if limits.adapter_start else 0
+        return text, list(token_ids), params, limits.tokenizer, start
 
     def _check_prompt(
         self,

@@ -113,7 +113,7 @@ class LLMEngine:
             if isinstance(lora_request, str):
                 lora_request = self._named(lora_request)
             found = {} if lora_request is None else self.adapters.examine(lora_request)
-            text, token_ids, own_params, tokenizer = self.input_processor.process(
+            text, token_ids, own_params, tokenizer, adapter_start = self.input_processor.process(
                 request_id, prompt, params, lora_request, found
             )
             request = Request(
@@ -123,6 +123,7 @@ class LLMEngine:
                 lora_request,
                 arrival_time=self.clock() if arrival_time is None else float(arrival_time),
                 eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
+                adapter_start=adapter_start,
             )
             new = self.core.check_request(request, text, tokenizer, found)
             self._changes = True  # whatever may be refused has been

@@ -22,7 +22,8 @@ class StepMessage(NamedTuple):
     samples       whether the next token of the row is sampled
     held          how many blocks of each row count of those told with the last step; 0 = none
     new_blocks    those behind them
-    whole         row -> its request, where its prompt is still to be scored (`wants_prompt_logprobs`)
+    whole         row -> its request, where its prompt is still to be scored (`wants_prompt_logprobs`), or its adapter
+                  begins after `starts` (`adapter_start`)
     """
 
     request_ids: list[str]
@@ -64,7 +65,7 @@ class StepWriter:
             message.samples.append(samples)
             message.held.append(held)
             message.new_blocks.append(blocks[held:])
-            if request.wants_prompt_logprobs:
+            if request.wants_prompt_logprobs or start < request.adapter_start:
                 message.whole[row] = request
             told[request.request_id] = blocks, len(blocks)
         self._told = told
@@ -84,6 +85,7 @@ class Row:
     block_ids: list[int]
     all_token_ids: "Tokens"
     wants_prompt_logprobs: bool = field(default=False, init=False)
+    adapter_start: ClassVar[int] = 0  # it has begun
     sampling_params: ClassVar[SamplingParams] = SamplingParams()  # nothing is sampled there
 
 

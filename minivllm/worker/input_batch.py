@@ -8,6 +8,10 @@ import numpy as np
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+
+# Stands for the base model where it computes tokens of a request whose adapter begins later.
+BASE_ROW = Request("base", [0], SamplingParams())
 
 
 class InputBatch:
@@ -34,6 +38,29 @@ class InputBatch:
     @property
     def req_ids(self) -> list[str]:
         return [request.request_id for request in self.requests]
+
+    def split_at_adapters(self, starts: Sequence[int] | None = None) -> "InputBatch":
+        """The rows by who computes them: itself, unless the adapter of a request begins late (`adapter_start`).
+
+        starts   (P,) the position of each row's first token; None = where its request's computed tokens end
+
+        Tokens that the base model computes for such a request are a base row before its own, which may be empty. Of a
+        row's tokens the last ones are those that are sampled. The tokens keep their order.
+        """
+        if not any(map(attrgetter("adapter_start"), self.requests)):
+            return self
+        if starts is None:
+            starts = [request.num_computed_tokens for request in self.requests]
+        rows = []
+        counts = self.num_scheduled_tokens.tolist(), self.num_sampled_tokens.tolist()
+        for request, start, tokens, samples in zip(self.requests, starts, *counts):
+            of_base = min(max(request.adapter_start - start, 0), tokens)
+            sampled_of_base = max(samples - (tokens - of_base), 0) if of_base else 0
+            if of_base:
+                rows.append((BASE_ROW, of_base, sampled_of_base))
+            rows.append((request, tokens - of_base, samples - sampled_of_base))
+        requests, tokens, samples = zip(*rows)
+        return InputBatch(requests, np.array(tokens, dtype=np.int64), np.array(samples, dtype=np.int64))
 
     # region lab 7.1: adapters of every token and every sampled row
     @classmethod

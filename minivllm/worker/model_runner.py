@@ -254,7 +254,8 @@ class ModelRunner(LoRAModelRunnerMixin):
     def activate(self, batch: InputBatch) -> None:
         """Bring the adapters of a batch into their slots, where LoRA is on; then other ranks may begin the step."""
         if self.worker_manager is not None:
-            self.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
+            rows = batch.split_at_adapters()
+            self.set_active_loras(rows, rows.num_scheduled_tokens, rows.num_sampled_tokens)
         if self._adapters_are_active is not None:
             self._adapters_are_active()
 

@@ -54,9 +54,10 @@ def _score(runner: Runner, batch: InputBatch, row: int, hidden_states: torch.Ten
     while (known := len(request.prompt_logprobs)) <= end:
         piece = hidden_states[known - 1 - start : end - start][:most]  # (n, H)
         if runner.worker_manager is not None:
-            counts = np.zeros_like(batch.num_scheduled_tokens)
-            counts[row] = len(piece)
-            runner.set_active_loras(batch, batch.num_scheduled_tokens, counts)
+            counts, starts = np.zeros_like(batch.num_scheduled_tokens), [0] * len(batch.requests)
+            counts[row], starts[row] = len(piece), known - 1
+            rows = InputBatch(batch.requests, counts, counts).split_at_adapters(starts)
+            runner.set_active_loras(rows, rows.num_scheduled_tokens, rows.num_sampled_tokens)
         logits = runner.model.compute_logits(piece)  # (n, V)
         request.prompt_logprobs += _logprobs_of(logits, request, known)
 

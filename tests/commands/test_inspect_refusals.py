@@ -84,7 +84,6 @@ TRAINED = {
     "DoRA": ({"use_dora": True}, ["does not yet support DoRA", "train without use_dora"]),
     "modules to save": ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "['lm_head']"]),
     "trained tokens": ({"trainable_token_indices": [1, 2]}, ["trainable_token_indices"]),
-    "aLoRA": ({"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}, ["alora_invocation_tokens"]),
     "bias all": ({"bias": "all"}, ["bias 'all'", "train with bias='none'"]),
     "bias lora_only": ({"bias": "lora_only"}, ["bias 'lora_only'", "train with bias='none'"]),
     "PiSSA": ({"init_lora_weights": "pissa"}, ["init_lora_weights 'pissa'", "train with another"]),

@@ -139,7 +139,11 @@ BAD_ADAPTERS = {
     "bias": (lambda f: edit_config(f, bias="all"), ValueError, "bias"),
     "pissa": (lambda f: edit_config(f, init_lora_weights="pissa_niter_4"), ValueError, "pissa"),
     "IA3": (lambda f: edit_config(f, peft_type="IA3"), ValueError, "IA3"),
-    "aLoRA": (lambda f: edit_config(f, alora_invocation_tokens=[1]), ValueError, "aLoRA"),
+    "aLoRA without tokens": (
+        lambda f: edit_config(f, alora_invocation_tokens=[]),
+        ValueError,
+        "alora_invocation_tokens",
+    ),
     "token indices": (
         lambda f: edit_config(f, trainable_token_indices=[1]),
         ValueError,

@@ -41,6 +41,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "parallel": (),
     "parallel.peers": (),
     "ahead": (),
+    "alora": (),
     "observe": ("serving", "server", "simulate", "commands"),
     "sizing": ("economics",),
     # The simulator reads adapters by the same policy, on its own clock.

@@ -170,7 +170,7 @@ class TestConfigs:
             ({"use_dora": True}, "DoRA"),
             ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
             ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-            ({"alora_invocation_tokens": [3]}, "aLoRA"),
+            ({"alora_invocation_tokens": []}, "alora_invocation_tokens"),
             ({"bias": "all"}, "bias 'all'"),
             ({"bias": "lora_only"}, "bias 'lora_only'"),
             ({"lora_bias": True}, "lora_bias"),

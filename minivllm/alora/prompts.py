@@ -1,0 +1,44 @@
+"""Where in a prompt an adapter begins. In PEFT `calculate_alora_offsets` (peft/tuners/lora/variants.py, 0.21.2)."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from minivllm.alora.invocation import INVOCATION
+from minivllm.engine.input_processor import LimitsOf, PromptLimits
+from minivllm.lora.request import LoRARequest
+
+# Of a prompt without the tokens: the base model computes it and its answer, as in PEFT.
+NEVER = sys.maxsize
+
+
+class InvokedPrompts:
+    """`limits_of` of `EngineCore`, with the `adapter_start` of prompts for aLoRA adapters.
+
+    limits_of   says what else prompts may be
+    """
+
+    def __init__(self, limits_of: LimitsOf) -> None:
+        self.limits_of = limits_of
+
+    def __call__(
+        self, base: PromptLimits, lora_request: LoRARequest, found: Mapping[str, Any]
+    ) -> PromptLimits:
+        limits = self.limits_of(base, lora_request, found)
+        if (tokens := found.get(INVOCATION)) is None:
+            return limits
+        return limits._replace(adapter_start=partial(start_of_last, tokens))
+
+
+def start_of_last(tokens: Sequence[int], token_ids: Sequence[int]) -> int:
+    """The position of the first of `tokens` where they occur last in a prompt; NEVER if they do not.
+
+    Tokens of the answer are not looked at: an adapter that begins with its prompt goes on, as PEFT's `generate` has it.
+    """
+    wanted, backwards, place = list(tokens[::-1]), list(token_ids[::-1]), -1
+    for _ in range(backwards.count(wanted[0])):
+        place = backwards.index(wanted[0], place + 1)
+        if backwards[place : place + len(wanted)] == wanted:
+            return len(backwards) - place - len(wanted)
+    return NEVER

@@ -1,0 +1,183 @@
+"""A tiny base model with aLoRA adapters beside plain ones, and what transformers + PEFT answer to all of them."""
+
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tiny_adapters import ADAPTERS, load_oracle, save_adapter, save_base
+from tiny_engine import AdapterFolders, greedy, make_engine, run, tokens_of
+from tiny_models import all_in_float64
+
+from minivllm import LLMEngine
+
+# Tokens that overlap themselves and each other, on few modules, on all linears and on the head, with patterns
+# and without.
+INVOCATIONS = {
+    "one": ([7], {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
+    "twice": ([5, 5], {"r": 8, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"}),
+    "bridge": ([5, 6, 5], {"r": 3, "lora_alpha": 5.5, "target_modules": ["k_proj", "down_proj"]}),
+    "long": (
+        [6, 5, 5, 7, 6],
+        {
+            "r": 6,
+            "lora_alpha": 7,
+            "target_modules": ["q_proj", "k_proj", "o_proj", "down_proj", "lm_head"],
+            "rank_pattern": {"o_proj": 2, "layers.1.self_attn.q_proj": 12},
+            "alpha_pattern": {"down_proj": 13},
+        },
+    ),
+}
+PLAIN = ("qv", "patterns")
+# Other weights and other tokens for an adapter's id.
+SECOND = {"one": "one again", "twice": "twice again"}
+AGAIN = {
+    "one again": ([5, 7], {"r": 5, "target_modules": ["q_proj", "up_proj"]}),
+    "twice again": ([6], {"r": 2, "target_modules": "all-linear"}),
+}
+
+
+@dataclass
+class Asked:
+    """A request, and the folder whose weights it gets; None = base."""
+
+    name: str | None
+    folder: str | None
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+
+
+class ActivatedWorld(AdapterFolders):
+    """A base model's folder, and folders of adapters that invocation tokens activate and of plain ones."""
+
+    def __init__(self, folder: Path, variant: str) -> None:
+        self.folder, self.base = folder, folder / "base"
+        self.names = [*INVOCATIONS, *PLAIN]
+        save_base(self.base, variant)
+        for seed, (name, (tokens, config)) in enumerate({**INVOCATIONS, **AGAIN}.items()):
+            options = {"alora_invocation_tokens": tokens, "task_type": "CAUSAL_LM", **config}
+            save_adapter(self.path(name), self.base, seed, **options)
+        for seed, name in enumerate(PLAIN):
+            save_adapter(self.path(name), self.base, 10 + seed, **ADAPTERS[name])
+        self._oracle: torch.nn.Module | None = None
+
+    def engine(self, **options: object) -> LLMEngine:
+        return make_engine(self.base, None, options)
+
+    @property
+    def oracle(self) -> torch.nn.Module:
+        """transformers + PEFT with all adapters, which `adapter_names` chooses among row by row."""
+        if self._oracle is None:
+            from peft import PeftModel
+
+            base = load_oracle(self.base)
+            all_in_float64(base)
+            for name in [*self.names, *AGAIN]:
+                if self._oracle is None:
+                    self._oracle = PeftModel.from_pretrained(base, self.path(name), adapter_name=name)
+                else:
+                    self._oracle.load_adapter(self.path(name), adapter_name=name)
+            self._oracle.to(torch.float64).eval()
+        return self._oracle
+
+    def start(self, asked: Asked) -> int:
+        """The first token that the adapter computes, as PEFT finds it in a prompt; sys.maxsize if there is none."""
+        from peft.tuners.lora.variants import calculate_alora_offsets
+
+        if asked.folder is None:
+            return sys.maxsize
+        if asked.folder in PLAIN:
+            return 0
+        config, ids = self.oracle.peft_config, torch.tensor([asked.prompt])
+        (offset,) = calculate_alora_offsets(config, asked.folder, ids)
+        return sys.maxsize if offset is None else len(asked.prompt) - offset
+
+    @torch.inference_mode()
+    def logits(self, group: list[Asked]) -> torch.Tensor:
+        """Of each prompt with its answer, padded on the right: (texts, longest, V)"""
+        texts = [asked.prompt + asked.answer for asked in group]
+        longest = max(map(len, texts))
+        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        # PEFT counts from the end of what it is given, and would look for tokens in answers, too.
+        offsets = [max(longest - self.start(asked), 0) or None for asked in group]
+        names = [asked.folder or "__base__" for asked in group]
+        return self.oracle(padded, adapter_names=names, alora_offsets=offsets, use_cache=False).logits
+
+    def check_answers(self, asked: list[Asked]) -> int:
+        """Each token of each answer is what PEFT finds likeliest after the ones before. Returns how many there were."""
+        asked = sorted(asked, key=lambda one: len(one.prompt))
+        for first in range(0, len(asked), 32):
+            group = asked[first : first + 32]
+            for one, logits in zip(group, self.logits(group)):
+                end = len(one.prompt) + len(one.answer) - 1
+                expected = logits[len(one.prompt) - 1 : end].argmax(-1).tolist()
+                assert one.answer == expected, (one.name, one.folder, one.prompt)
+        return sum(len(one.answer) for one in asked)
+
+    def by_whom(self, asked: Asked) -> list[tuple[int, str | None]]:
+        """Each token of a prompt and its answer, and whose keys and values it has."""
+        tokens, start = asked.prompt + asked.answer, self.start(asked)
+        return [(token, asked.folder if i >= start else None) for i, token in enumerate(tokens)]
+
+
+def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
+    """Conversations, most of which go on from an earlier one: of few tokens, so that invocations are many."""
+    made: list[list[int]] = []
+    for _ in range(count):
+        begin = rng.choice(made)[: rng.randint(1, longest)] if made and rng.random() < 0.7 else []
+        turn = [rng.choice((5, 6, 7, 8, 9, rng.randint(3, 96))) for _ in range(rng.randint(1, longest // 3))]
+        invoked = rng.choice([tokens for tokens, _ in {**INVOCATIONS, **AGAIN}.values()])
+        tail = [rng.choice((5, 6, 8)) for _ in range(rng.randint(0, 6))]
+        made.append([*begin, *turn, *rng.choice(([], invoked, [*invoked, *tail]))][-2 * longest :])
+    return made
+
+
+def serve(
+    world: ActivatedWorld, engine: LLMEngine, rng: random.Random, count: int, reloads: bool = True
+) -> list[Asked]:
+    """Requests that arrive while others run, of all adapters and base; now and then an adapter is loaded again."""
+    asked: dict[str, Asked] = {}
+    folders = {name: name for name in world.names}
+    finished = {}
+    for number, prompt in enumerate(prompts(rng, count)):
+        name = rng.choice([None, None, *INVOCATIONS, *INVOCATIONS, *PLAIN])
+        request = world.request(name)
+        if request is not None:
+            changes = {}
+            if reloads and name in SECOND and rng.random() < 0.1:
+                folders[name] = SECOND[name] if folders[name] == name else name
+                changes = {"load_inplace": True}
+            request = world.request(name, lora_path=str(world.path(folders[name])), **changes)
+        asked[str(number)] = Asked(name, name and folders[name], prompt)
+        engine.add_request(str(number), prompt, greedy(rng.randint(1, 12)), lora_request=request)
+        while rng.random() < 0.6:
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+    finished |= run(engine)
+    for key, one in asked.items():
+        assert finished[key].error is None, finished[key].error
+        one.answer = tokens_of(finished[key])
+    check_hits(world, engine, asked)
+    return list(asked.values())
+
+
+def check_hits(world: ActivatedWorld, engine: LLMEngine, asked: dict[str, Asked]) -> None:
+    """What a request finds was computed before: the same tokens, each by whoever computes it in this request, too."""
+    before: set[str] = set()
+    owners = {key: world.by_whom(one) for key, one in asked.items()}
+    for record in engine.trace.records:
+        for row in record.rows:
+            if row.cached:
+                own = owners[row.request][: row.cached]
+                assert any(owners[key][: row.cached] == own for key in before), row
+        before |= {row.request for row in record.rows}
+
+
+_worlds: dict[str, ActivatedWorld] = {}
+
+
+def activated_world(tmp_path_factory, variant: str = "llama-llama3-rope") -> ActivatedWorld:
+    """Made once a test run."""
+    if variant not in _worlds:
+        _worlds[variant] = ActivatedWorld(tmp_path_factory.mktemp(f"activated-{variant}"), variant)
+    return _worlds[variant]
