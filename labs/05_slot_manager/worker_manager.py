@@ -161,6 +161,10 @@ class LRUCacheWorkerLoRAManager:
         """Ids of the adapters in memory."""
         return set(self.manager.list_adapters())
 
+    def has_adapter(self, adapter_id: int) -> bool:
+        """Whether the adapter is in memory."""
+        return self.manager.get_adapter(adapter_id) is not None
+
     def remove_all_adapters(self) -> None:
         self.manager.remove_all_adapters()
 

@@ -104,6 +104,12 @@ class LoRAModelRunnerMixin:
     def list_loras(self) -> set[int]:
         return self._manager().list_adapters()
 
+    def has_lora(self, lora_id: int) -> bool:
+        """Whether requests may name an engine's adapter; of a runner by itself, whether it is in memory."""
+        if self.owner is not None:
+            return self.owner.has_lora(lora_id)
+        return self._manager().has_adapter(lora_id)
+
     def can_prefetch_lora(self, lora_id: int) -> bool:
         """Whether an adapter is in memory, in no slot, and could be copied into one while a step runs, on a GPU."""
         manager = self.worker_manager.manager
