@@ -159,12 +159,11 @@ def test_alone():
 """
 
 
-def test_every_equivalent_says_why():
+def test_no_equivalent_is_listed_twice():
     for exercise in read_engine().values():
         entries = equivalents_of(exercise)
 
         assert len({entry.key for entry in entries}) == len(entries), exercise.number
-        assert all(len(entry.reason.split()) >= 4 for entry in entries), exercise.number
 
 
 def score(said):
