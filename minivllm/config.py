@@ -170,6 +170,8 @@ class ModelConfig:
                     loaded. Embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
     batch_invariant  a request's logits have the same bits whatever else is in its batches; see docs/architecture.md
     position_factor  how many times the model's positions a context may have: the largest rotary factor of adapters
+    chat_template   what makes a prompt of a conversation: a file, or the Jinja template itself; None = the tokenizer's.
+                    It becomes the template
     max_logprobs    the most logprobs a request may ask for beside each token; -1 = as many as there are tokens. Each
                     costs time in steps that others wait for, too
     """
@@ -185,6 +187,7 @@ class ModelConfig:
     batch_invariant: bool = False
     position_factor: float = 1.0
     max_logprobs: int = 20
+    chat_template: str | os.PathLike[str] | None = None
     architecture: ModelArchitecture = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,6 +204,8 @@ class ModelConfig:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         require_text(model=self.model)
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", read_template(self.chat_template))
         folder = Path(self.model).expanduser()
         if not is_folder(folder):
             raise FileNotFoundError(f"model folder {shown(self.model)} does not exist")
@@ -355,6 +360,17 @@ def parse_dtype(dtype: str | torch.dtype, option: str = "dtype") -> torch.dtype:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown {option} {shown(dtype)}; use one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def read_template(given: str | os.PathLike[str]) -> str:
+    """A Jinja template, or what is in the file that has one. FileNotFoundError where there is no such file."""
+    text = os.fspath(given)
+    if set("{}\n") & set(text):
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileNotFoundError(f"chat template {shown(text)} cannot be read: {error}") from error
 
 
 def parse_device(device: str | torch.device) -> str:

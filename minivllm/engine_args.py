@@ -36,6 +36,7 @@ class EngineArgs:
     enforce_eager: bool = ModelConfig.enforce_eager
     quantization: str | None = ModelConfig.quantization
     max_logprobs: int = ModelConfig.max_logprobs
+    chat_template: str | os.PathLike[str] | None = ModelConfig.chat_template
     batch_invariant: bool = ModelConfig.batch_invariant
     enable_lora: bool = False
     max_loras: int | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from minivllm.lora.request import LoRARequest
 from minivllm.server.context import Call, new_id
 from minivllm.server.errors import ApiError
 from minivllm.server.formatting import ChatFormatter, CompletionFormatter
@@ -42,12 +43,20 @@ async def chat(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, by the base model or an adapter."""
     adapter = await call.adapter(body.model)
     params = body.to_sampling_params()
-    messages = [message.for_template() for message in body.messages]
-    prompt = await call.server.llm.chat_prompt(messages, adapter)
+    prompt = await chat_prompt(body, call, adapter)
     formatter = ChatFormatter(
         new_id("chatcmpl"), body.model, body.return_token_ids, top_logprobs=body.top_logprobs or 0
     )
     return await respond(Generation(call, formatter.id, [prompt], params, adapter), formatter, body)
+
+
+async def chat_prompt(
+    body: ChatRequest | TokenizeRequest, call: Call, adapter: LoRARequest | None
+) -> dict[str, Any]:
+    """The conversation of a body as a prompt."""
+    messages = [message.for_template() for message in body.messages]
+    options = {"add_generation_prompt": body.add_generation_prompt, **(body.chat_template_kwargs or {})}
+    return await call.server.llm.chat_prompt(messages, adapter, options)
 
 
 async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
@@ -57,8 +66,7 @@ async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
     tokenizer = await call.tokenizer(adapter)
     longest = llm.config.model_config.max_model_len
     if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        ids = (await llm.chat_prompt(messages, adapter))["prompt_token_ids"]
+        ids = (await chat_prompt(body, call, adapter))["prompt_token_ids"]
     else:
         special = body.add_special_tokens
         ids = await llm.run_in_tokenizer_thread(

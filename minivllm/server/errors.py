@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from minivllm.errors import AllPinned, EngineDeadError, IsLeaving
+from minivllm.server import refusals
 from minivllm.serving.async_llm import Draining, QueueFull
 
 MOST_CHARACTERS = 500
@@ -97,7 +98,10 @@ async def on_reported(request: Request, error: Exception) -> Json:
 
 async def on_http_exception(request: Request, error: HTTPException) -> Json:
     """Starlette raises it for an unknown path, or another method of a path."""
-    response = error_response(error.status_code, str(error.detail))
+    sentence = str(error.detail)
+    if error.status_code == 404:
+        sentence = refusals.of_path(request.url.path, [route.path for route in request.app.routes])
+    response = error_response(error.status_code, sentence)
     response.headers.update(error.headers or {})  # the methods that are allowed
     return response
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,7 @@ from minivllm.server.context import Call
 from minivllm.server.errors import REPORTED, ApiError, Json, encode, error_body, status_of
 from minivllm.server.formatting import Formatter, usage
 from minivllm.server.metrics import Progress
-from minivllm.server.protocol import SamplingFields
+from minivllm.server.protocol import SamplingFields, StreamOptions
 from minivllm.serving.cancellation import unless_gone
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ async def respond(generation: Generation, formatter: Formatter, body: SamplingFi
     they have a status of their own.
     """
     if body.stream:
-        return EventStream(generation, formatter, body.include_usage)
+        return EventStream(generation, formatter, body.stream_options or StreamOptions())
     outputs = await unless_gone(generation.call.receive, _last_outputs(generation))
     return Response(status_code=CLIENT_CLOSED) if outputs is None else Json(formatter.whole(outputs))
 
@@ -144,8 +144,8 @@ class EventStream(Response):
     `[DONE]`.
     """
 
-    def __init__(self, generation: Generation, formatter: Formatter, include_usage: bool) -> None:
-        self.generation, self.formatter, self.include_usage = generation, formatter, include_usage
+    def __init__(self, generation: Generation, formatter: Formatter, options: StreamOptions) -> None:
+        self.generation, self.formatter, self.options = generation, formatter, options
         self._finals: dict[int, RequestOutput] = {}  # by prompt
         self._finished: set[int] = set()  # indices of answers whose finish_reason was sent
 
@@ -169,22 +169,28 @@ class EventStream(Response):
         self, first: Numbered, others: AsyncGenerator[Numbered, None]
     ) -> AsyncGenerator[bytes, None]:
         num_answers = self.generation.params.n * len(self.generation.prompts)
-        extra = {"usage": None} if self.include_usage else {}
         begun = [choice for index in range(num_answers) if (choice := self.formatter.first(index))]
         if begun:
-            yield self.formatter.event(begun, **extra)
+            yield self.formatter.event(begun, **self._usage_so_far())
         numbered: Numbered | None = first
         try:
             while numbered is not None:
                 raise_failure(numbered[1])
                 for index, answer in self._new_answers(*numbered):
-                    yield self.formatter.event([self.formatter.delta(index, answer)], **extra)
+                    yield self.formatter.event([self.formatter.delta(index, answer)], **self._usage_so_far())
                 numbered = await anext(others, None)
-            if self.include_usage:
+            if self.options.include_usage:
                 yield self.formatter.event([], usage=usage(list(self._finals.values())))
         except REPORTED as error:
             yield b"data: " + encode(error_body(status_of(error), str(error))) + b"\n\n"
         yield DONE
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """The field `usage` of an event: null where only the last event has it."""
+        if not self.options.include_usage:
+            return {}
+        is_told = self.options.continuous_usage_stats
+        return {"usage": usage(list(self._finals.values())) if is_told else None}
 
     def _new_answers(self, number: int, output: RequestOutput) -> list[tuple[int, CompletionOutput]]:
         """(index among all answers, answer) of the answers with anything to send."""

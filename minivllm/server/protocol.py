@@ -3,15 +3,31 @@
 Stands for vllm/entrypoints/openai/{completion,chat_completion}/protocol.py (v0.22.1).
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from minivllm.engine.input_processor import Prompt
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+NoItems = Annotated[list[Any], Field(max_length=0)]  # what clients send for nothing
+
+
+def or_else(sentence: str) -> WrapValidator:
+    """One sentence for a value that fits none of several types; pydantic has one for each type."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("no_form", sentence) from None
+
+    return WrapValidator(check)
+
 
 # Fields that `SamplingParams` has under the same names.
 SAME_FIELDS = (
@@ -33,7 +49,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """continuous_usage_stats: vLLM's; every event has the usage so far"""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Body):
@@ -72,7 +91,9 @@ class SamplingFields(Body):
     """Fields that completions and chats have in common; `minivllm.sampling_params` says what each means.
 
     return_token_ids   each choice has its new `token_ids`, too; without a tokenizer a server has no text to return
-    user               accepted because clients send it, and without effect
+
+    The last ones have no effect. Clients send them, and no answer would be another one without them; values that ask for
+    more are refused (`refusals.FIELDS`).
     """
 
     model: Name
@@ -88,7 +109,7 @@ class SamplingFields(Body):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str], or_else("must be a text or a list of texts")] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -98,6 +119,12 @@ class SamplingFields(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    priority: Literal[0] | None = None
 
     @model_validator(mode="after")
     def _check_options(self) -> "SamplingFields":
@@ -106,11 +133,6 @@ class SamplingFields(Body):
         if self.structured_outputs is not None and self.response_format is not None:
             raise ValueError("structured_outputs and response_format say the same; leave one of them out")
         return self
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with an event of the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         same = {name: getattr(self, name) for name in SAME_FIELDS}
@@ -130,7 +152,10 @@ class SamplingFields(Body):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. prompt: text or token ids, one or several."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Annotated[
+        str | list[TokenId] | list[str] | list[list[TokenId]],
+        or_else("must be a text, token ids from 0 on, or a list of texts or of lists of token ids"),
+    ]
     max_tokens: int = 16
     echo: bool = False
     logprobs: int | None = None
@@ -164,8 +189,15 @@ class Message(Body):
     """One message; parts of text are joined by newlines, as vLLM does for templates that take text."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] = ""
+    content: Annotated[
+        str | list[TextPart],
+        or_else(
+            'must be a text or a list of {"type": "text", "text": ...}; no model here reads anything else'
+        ),
+    ] = ""
     name: str | None = None
+    tool_calls: NoItems | None = None  # this and the next one are in answers that clients send back
+    annotations: NoItems | None = None
 
     def for_template(self) -> dict[str, str]:
         """The message in the form that chat templates take."""
@@ -176,13 +208,25 @@ class Message(Body):
 
 
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    add_generation_prompt   whether the prompt ends with the beginning of an answer
+    chat_template_kwargs    variables of the chat template: `enable_thinking`, say
+
+    The last ones are without effect, as those of `SamplingFields` are.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: NoItems | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatRequest":
@@ -216,6 +260,8 @@ class TokenizeRequest(Body):
     model: Name
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from minivllm.server import refusals
 from minivllm.server.context import Call
 from minivllm.server.errors import ApiError, Json
 from minivllm.server.limits import read_body
@@ -77,9 +78,11 @@ def _first_problem(error: ValidationError) -> tuple[str, str | None]:
     if first["type"] == "json_invalid":  # also more than 200 levels of nesting
         return f"the body is no JSON: {first['msg'].removeprefix('Invalid JSON: ')}", None
     field = ".".join(map(str, first["loc"]))[:100] or None
+    if sentence := refusals.of_field(field):
+        return sentence, field
     if first["type"] == "extra_forbidden":
         return f"'{field}' is not supported by this server; leave it out", field
-    return f"{field or 'the body'}: {first['msg']}", field
+    return f"{field or 'the body'}: {first['msg'].removeprefix('Value error, ')}", field
 
 
 def openapi(routes: Sequence[Route]) -> dict[str, Any]:

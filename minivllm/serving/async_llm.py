@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -176,12 +176,20 @@ class AsyncLLM:
         return await self.run_in_tokenizer_thread(partial(tokenize, what, text, tokenizer, longest))
 
     async def chat_prompt(
-        self, conversation: list[dict[str, str]], lora_request: LoRARequest | str | None = None
+        self,
+        conversation: list[dict[str, str]],
+        lora_request: LoRARequest | str | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """A conversation as a prompt for `generate`. ValueError for one that the chat template refuses."""
+        """A conversation as a prompt for `generate`. ValueError for one that the chat template refuses.
+
+        template_options   as in `minivllm.text.prompts.chat_prompt`
+        """
         tokenizer = await self.get_tokenizer(lora_request)
         longest = self.config.model_config.max_model_len
-        function = partial(chat_prompt, conversation, tokenizer, self.tokenizer, longest)
+        function = partial(
+            chat_prompt, conversation, tokenizer, self.tokenizer, longest, template_options or {}
+        )
         return await self.run_in_tokenizer_thread(function)
 
     async def run_in_tokenizer_thread(self, function: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
 """Prompts and chats as text. Stands for a part of vllm/renderers/ (v0.22.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -43,7 +44,10 @@ def load_tokenizer(model_config: ModelConfig) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_config.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_config.model)
+    if model_config.chat_template is not None:
+        tokenizer.chat_template = model_config.chat_template
+    return tokenizer
 
 
 def _longest_token(tokenizer: Any) -> int:
@@ -79,11 +83,16 @@ def chat_prompts(
 
 
 def chat_prompt(
-    conversation: list[dict[str, str]], tokenizer: Any, base_tokenizer: Any, max_model_len: int
+    conversation: list[dict[str, str]],
+    tokenizer: Any,
+    base_tokenizer: Any,
+    max_model_len: int,
+    template_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """A conversation as a prompt: its text and its token ids.
 
-    base_tokenizer   the model's, whose template serves where the tokenizer, an adapter's own, has none
+    base_tokenizer     the model's, whose template serves where the tokenizer, an adapter's own, has none
+    template_options   `add_generation_prompt`, True by default, and variables of the template
 
     ValueError for a model without a tokenizer, and for what the chat template cannot take.
     """
@@ -92,7 +101,10 @@ def chat_prompt(
     template = tokenizer.chat_template or base_tokenizer.chat_template
     try:
         text = tokenizer.apply_chat_template(
-            conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+            conversation,
+            chat_template=template,
+            tokenize=False,
+            **{"add_generation_prompt": True, **template_options},
         )
     # A template is a program that comes with a model or an adapter: it may raise anything.
     except Exception as error:

@@ -17,6 +17,25 @@ COMPLETION = {"model": "qv", "prompt": "fine", "max_tokens": 2, "temperature": 0
 JSON = {"content-type": "application/json"}
 CHAT = {"model": "qv", "messages": [{"role": "user", "content": "fine"}], "max_tokens": 2}
 
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.example/y.png"}}]}
+# What clients and frameworks send for nothing.
+WITHOUT_EFFECT = {
+    "user": "somebody",
+    "metadata": {"trace": "1"},
+    "store": False,
+    "service_tier": "auto",
+    "prompt_cache_key": "key",
+    "safety_identifier": "somebody",
+    "priority": 0,
+}
+IN_CHATS = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "modalities": ["text"],
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
 # Route, what is changed in a good body, status, field that is to blame, words of the sentence.
 ROWS = [
     ("completions", {"model": "nobody"}, 404, "model", "`nobody` does not exist; there are: tiny, all, qv"),
@@ -28,7 +47,8 @@ ROWS = [
     ("completions", {"prompt": []}, 400, "prompt", "one to 64 prompts"),
     ("completions", {"prompt": ["x"] * 65}, 400, "prompt", "got 65"),
     ("completions", {"prompt": [97]}, 400, None, "from 0 to 96"),
-    ("completions", {"prompt": [-1]}, 400, "prompt", ""),
+    ("completions", {"prompt": [-1]}, 400, "prompt", "prompt: must be a text, token ids from 0 on, or"),
+    ("completions", {"stop": 7}, 400, "stop", "stop: must be a text or a list of texts"),
     ("completions", {"prompt": "x" * 100_000}, 400, None, "characters"),
     ("completions", {"prompt": "half \ud800"}, 400, None, "no JSON: unexpected end of hex escape"),
     ("completions", {"prompt": {"text": "x"}}, 400, "prompt", ""),
@@ -56,7 +76,22 @@ ROWS = [
     ("completions", {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x", "not supported"),
     ("chat/completions", {"messages": []}, 400, "messages", ""),
     ("chat/completions", {"messages": "hello"}, 400, "messages", ""),
-    ("chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
+    ("chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "calls tools"),
+    ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "calls tools"),
+    ("completions", {"tools": []}, 400, "tools", "calls tools"),
+    ("completions", {"store": True}, 400, "store", "keeps no answers"),
+    ("completions", {"service_tier": "flex"}, 400, "service_tier", "one tier"),
+    ("completions", {"priority": -1}, 400, "priority", "--scheduling-policy"),
+    ("chat/completions", {"modalities": ["audio"]}, 400, "modalities", "text alone"),
+    ("chat/completions", {"messages": [IMAGE]}, 400, "messages.0.content", "a list of {"),
+    ("chat/completions", {"chat_template": "x"}, 400, "chat_template", "--chat-template at its start"),
+    (
+        "chat/completions",
+        {"chat_template_kwargs": {"tokenize": 1}},
+        400,
+        None,
+        "cannot take this conversation",
+    ),
     ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format.type", ""),
     (
         "chat/completions",
@@ -175,10 +210,51 @@ def test_a_form_of_a_web_page_is_no_request(client):
 
 
 def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form(client):
-    assert_is_an_error(client.get("/v1/embeddings"), 404)
+    base_url_without_v1 = client.post("/chat/completions", json=CHAT)
+    unknown = client.get("/v1/wizardry")
     other_method = client.get("/v1/completions")
     assert_is_an_error(other_method, 405)
+    assert "but /v1/chat/completions" in assert_is_an_error(base_url_without_v1, 404)["message"]
+    assert "/openapi.json lists" in assert_is_an_error(unknown, 404)["message"]
     assert other_method.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("embeddings", "responses", "responses/resp_1", "moderations", "images/generations", "audio/speech"),
+        *("../pooling", "../score", "rerank", "messages", "batches", "files"),
+    ],
+)
+def test_what_is_no_part_of_this_server_is_refused_and_not_answered_by_the_base_model(client, path):
+    """NVIDIA Dynamo #14111: a pooling request with an adapter was answered by the base model, with 200."""
+    answer = client.post(
+        httpx.URL(f"{client.base_url}/v1/").join(path), json={"model": "qv", "input": "fine"}
+    )
+
+    assert "not served here: this server generates text" in assert_is_an_error(answer, 404)["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"), [("completions", WITHOUT_EFFECT), ("chat/completions", WITHOUT_EFFECT | IN_CHATS)]
+)
+def test_fields_that_mean_nothing_here_change_nothing(client, route, fields):
+    body = {**(CHAT if route.startswith("chat") else COMPLETION), "temperature": 0}
+
+    plain, other = (client.post(f"/v1/{route}", json=each) for each in (body, {**body, **fields}))
+
+    assert other.status_code == 200, other.text
+    assert other.json()["choices"] == plain.json()["choices"]
+    assert other.json()["usage"]["completion_tokens"] == 2
+
+
+def test_an_answer_may_be_sent_back_as_it_came(client):
+    """As the openai client does it: fields that are null or empty go along."""
+    answer = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "tool_calls": []}
+
+    again = client.post("/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], answer]})
+
+    assert again.status_code == 200, again.text
 
 
 def test_a_prompt_that_is_refused_while_another_streams_is_an_event_of_the_stream(

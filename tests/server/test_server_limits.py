@@ -117,7 +117,7 @@ def test_brackets_beside_each_other_or_in_strings_are_not_nested(server):
 
     assert post(server, json.dumps(beside)).status_code == 200
     assert post(server, "[" + "[]," * 300 + "[]]").json()["error"]["message"].startswith("the body: Input")
-    assert post(server, deep).json()["error"]["param"] == "prompt.str"
+    assert post(server, deep).json()["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize("offer", ["Upgrade: h2c", "Upgrade: websocket"])
