@@ -4,7 +4,9 @@ Stands for `EngineCore.__init__` of vllm/v1/engine/core.py (v0.22.1) and for the
 over its code. The core never imports this file, nor any extension; only this file knows every extension.
 """
 
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import base_limits
 from minivllm.engine.parts import scheduler_arguments, scheduler_options
+from minivllm.engine_args import EngineArgs
 from minivllm.extension import Extension
 from minivllm.gpu import GPU
 from minivllm.layers.ranks import ONE_RANK, Ranks
@@ -65,6 +68,14 @@ def lora_extensions(extensions: Iterable[Extension]) -> LoRAExtensions:
 
 # What adapters may have, where they come from, and what computes them.
 LORA_EXTENSIONS = lora_extensions(EXTENSIONS)
+
+
+def model_folder(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The folder of a base model, which an extension may find by another name; what nobody finds is given back."""
+    if not isinstance(model, str | os.PathLike) or os.path.isdir(os.path.expanduser(model)):
+        return model  # what is no path the configuration refuses
+    name = os.fspath(model)
+    return next((folder for each in EXTENSIONS if (folder := each.find_model(name))), name)
 
 
 def parts_of(config: EngineConfig) -> Parts:
@@ -138,6 +149,11 @@ class LLMEngine(llm_engine.LLMEngine):
         self._parts = parts_of(config)
         super().__init__(config, *args, **options)
         self._observer = self._parts.make_observer(self.core)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
+        """As the core's; `args.model` may be a Hugging Face id."""
+        return super().from_engine_args(replace(args, model=model_folder(args.model)))
 
     def make_core(
         self, config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]

@@ -4,14 +4,21 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 import minivllm
-from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
+from minivllm.commands.engine_options import takes_engine_options
+from minivllm.commands.options import (
+    PEERS,
+    SeveralValues,
+    check_server_is_installed,
+    parse_peers,
+    with_options_of,
+)
 from minivllm.commands.quiet import end_at_ctrl_c, quiet_libraries
 from minivllm.commands.simulate_cli import simulate
 from minivllm.errors import EngineDeadError
@@ -27,51 +34,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long options off at 80 columns
 )
-bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 app.command("simulate")(simulate)
 
-Model = Annotated[str | None, typer.Option(help="A Hugging Face model folder; the demo model if not given.")]
+MODEL_HELP = "A model's folder or Hugging Face id; the demo model if not given."
+Engine = dict[str, Any]  # options of `EngineArgs`
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Adapters = Annotated[
     list[str] | None, typer.Option("--adapter", help="NAME=PATH of an adapter folder; may be repeated.")
-]
-Punica = Annotated[
-    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton or paged.")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is a GPU if there is one.")]
-Dtype = Annotated[
-    str,
-    typer.Option(help="auto, float32, bfloat16, float16 or float64; auto is float32 on a CPU."),
-]
-Quantization = Annotated[
-    str | None, typer.Option(help="torchao: the base model's linears in int8; adapters stay as they are.")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS if not given, or else as many as are fastest."),
-]
-TensorParallel = Annotated[
-    int,
-    typer.Option(min=1, help="Processes that share every layer, a GPU or a part of the CPU's cores each."),
-]
-NoPeerSums = Annotated[
-    bool,
-    typer.Option(
-        "--disable-custom-all-reduce", help="All sums over GPUs are NCCL's, none a kernel's of our own."
-    ),
-]
-Bias = Annotated[
-    bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")
-]
-NoPickles = Annotated[
-    bool, typer.Option("--refuse-pickles", help="Serve no adapter whose weights are a .bin or .pt file.")
-]
-ExtraVocab = Annotated[int, typer.Option(help="The most tokens that an adapter may add.")]
-LongFactors = Annotated[
-    str | None,
-    typer.Option(help="Comma-separated: rotary factors of adapters for longer contexts, e.g. 2.0,4.0."),
 ]
 Prompts = Annotated[
     list[str] | None, typer.Argument(help="Prompts; `name: prompt` picks an adapter. None: read stdin.")
@@ -88,17 +62,6 @@ BaseModelName = Annotated[
 ]
 FrequencyPenalty = Annotated[float, typer.Option(help="Taken off as often as the answer has it; in [-2, 2].")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: less of what prompt and answer have.")]
-Eviction = Annotated[str, typer.Option(help="Who leaves full slots, or memory: lru, lfu or gdsf.")]
-Scheduling = Annotated[
-    str, typer.Option(help="Who goes first: fcfs, adapter-affine, rank-aware, shortest-first or fair.")
-]
-Slots = Annotated[
-    int | None,
-    typer.Option(
-        help="Slots: adapters in one batch. By default 4, or `--max-cpu-loras` if that is fewer, but on a GPU as "
-        "many as memory has room for."
-    ),
-]
 
 
 def set_log_level(level: str | None) -> str | None:
@@ -119,7 +82,6 @@ LogLevel = Annotated[
         "slots, evictions and requests that are passed over.",
     ),
 ]
-LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
 
 
 def print_version(asked: bool) -> None:
@@ -138,15 +100,11 @@ def options_of_all(
 
 
 @app.command()
+@takes_engine_options("punica_backend", "device", "dtype", "quantization", "threads")
 def demo(
     max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 48,
     per_adapter: Annotated[int, typer.Option(help="Prompts for each adapter.")] = 3,
-    punica: Punica = "auto",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    threads: Threads = None,
     out: Annotated[Path, typer.Option(help="Folder for demo.json, slots.png and trace.html.")] = Path("out"),
     tiny: Annotated[
         bool,
@@ -154,26 +112,22 @@ def demo(
     ] = False,
     as_json: Json = False,
     log_level: LogLevel = None,
+    *,
+    engine: Engine,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
     with Console().status("starting"):  # PyTorch takes some seconds to import
         from minivllm.commands.common import from_checkout
         from minivllm.commands.tiny_demo import run_tiny_demo
 
-    options = {
-        "punica_backend": punica,
-        "device": device,
-        "dtype": dtype,
-        "quantization": quantization,
-        "threads": threads,
-    }
     if tiny:
-        raise typer.Exit(0 if run_tiny_demo(min(max_tokens, 12), options, as_json) else 1)
+        raise typer.Exit(0 if run_tiny_demo(min(max_tokens, 12), engine, as_json) else 1)
     demo = from_checkout("examples.demo")
-    demo.run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
+    demo.run_demo(max_loras, max_tokens, per_adapter, engine, out, as_json)
 
 
 @app.command()
+@takes_engine_options(but=("seed", "skip_tokenizer_init"))
 def generate(
     prompts: Prompts = None,
     file: PromptFile = None,
@@ -181,13 +135,6 @@ def generate(
     adapter: Adapters = None,
     adapter_folder: AdapterFolder = None,
     base_model_name: BaseModelName = None,
-    max_loras: Slots = None,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
-    max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
-    bias_enabled: Bias = False,
-    refuse_pickles: NoPickles = False,
-    lora_extra_vocab_size: ExtraVocab = 0,
-    long_lora_scaling_factors: LongFactors = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass.")] = 1.0,
@@ -197,38 +144,35 @@ def generate(
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    threads: Threads = None,
-    tensor_parallel_size: TensorParallel = 1,
-    disable_custom_all_reduce: NoPeerSums = False,
-    load_format: LoadFormat = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
-    punica: Punica = "auto",
     as_json: Json = False,
     log_level: LogLevel = None,
+    *,
+    engine: Engine,
 ) -> None:
     """Answer prompts, each by the base model or by the adapter it names."""
     given = dict(locals())  # every option by its name
-    from minivllm.commands.common import engine_options
     from minivllm.commands.generate import SAMPLING, read_prompts, run_generate
     from minivllm.sampling_params import SamplingParams
 
     params = SamplingParams(**{name: given[name] for name in SAMPLING})
     sources = adapter or [], adapter_folder, base_model_name
-    options = engine_options(given)
-    run_generate(read_prompts(prompts, file), model, *sources, params, options, chat, as_json)
+    run_generate(read_prompts(prompts, file), model, *sources, params, engine, chat, as_json)
 
 
-@app.command()
+@app.command(cls=SeveralValues)
+@takes_engine_options()
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A model folder; the demo model if not given.")] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     lora_modules: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=PATH of an adapter; may be repeated. `demo`: the demo model's four."),
+        typer.Option(
+            help='NAME=PATH of adapters, or JSON: {"name": ..., "path": ...}. `demo`: the demo model\'s four.'
+        ),
     ] = None,
+    enable_lora: Annotated[
+        bool, typer.Option("--enable-lora", help="LoRA is on in any case; vLLM's command lines have it.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
     api_key: Annotated[
@@ -246,60 +190,55 @@ def serve(
     ] = False,
     base_model_name: BaseModelName = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A web page's origin that may send requests (CORS).")
+        list[str] | None, typer.Option(help="A web page's origin that may send requests (CORS), or *.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that requests may call this server by, besides this machine's own, where it has no key; * is any."
+        ),
+    ] = None,
+    no_access_log: Annotated[
+        bool,
+        typer.Option("--no-access-log", "--disable-uvicorn-access-log", help="No line for each request."),
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For running requests after a SIGTERM.")] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 4 * 2**20,
     max_concurrency: Annotated[int, typer.Option(min=1, help="HTTP requests at a time.")] = 512,
     max_queued: Annotated[
         int | None, typer.Option(min=0, help="Requests that wait for a place in the batch; 429 beyond.")
     ] = 1024,
-    max_loras: Slots = None,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
-    max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
-    bias_enabled: Bias = False,
-    refuse_pickles: NoPickles = False,
-    lora_extra_vocab_size: ExtraVocab = 0,
-    long_lora_scaling_factors: LongFactors = None,
-    eviction_policy: Eviction = "lru",
-    scheduling_policy: Scheduling = "fcfs",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    threads: Threads = None,
-    tensor_parallel_size: TensorParallel = 1,
-    disable_custom_all_reduce: NoPeerSums = False,
-    load_format: LoadFormat = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
-    punica: Punica = "auto",
     log_level: LogLevel = None,
+    *,
+    engine: Engine,
 ) -> None:
     """Serve one model and its adapters, each a model of its own, in OpenAI's form."""
     given = dict(locals())  # every option by its name
     check_server_is_installed()
-    from minivllm.commands.common import engine_options
     from minivllm.commands.serve import run_serve
 
-    run_serve(given, engine_options(given))
+    run_serve(given, engine)
 
 
 @app.command()
+@takes_engine_options(
+    "max_lora_rank",
+    "bias_enabled",
+    "refuse_pickles",
+    "lora_extra_vocab_size",
+    "long_lora_scaling_factors",
+)
 def inspect(
     adapter: Annotated[str, typer.Argument(help="An adapter folder or Hugging Face id.")],
     model: Model = None,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank the engine would take.")] = 64,
-    bias_enabled: Bias = False,
-    refuse_pickles: NoPickles = False,
-    lora_extra_vocab_size: ExtraVocab = 0,
-    long_lora_scaling_factors: LongFactors = None,
     as_json: Json = False,
+    *,
+    engine: Engine,
 ) -> None:
     """Say what an adapter is, and whether it fits the model and, if not, why. Exit status 1 if not."""
-    given = dict(locals())  # every option by its name
-    from minivllm.commands.common import engine_options
     from minivllm.commands.inspect import run_inspect
 
-    raise typer.Exit(0 if run_inspect(adapter, model, engine_options(given), as_json) else 1)
+    raise typer.Exit(0 if run_inspect(adapter, model, engine, as_json) else 1)
 
 
 @app.command("trace-page")
@@ -314,6 +253,7 @@ def trace_page(
 
 
 @bench_app.command("cpu")
+@takes_engine_options("threads")
 def bench_cpu(
     against: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(PEERS)}; empty for none.")] = "",
     # A step's time is that of the steps after the first; the engines have room for 512 tokens.
@@ -321,14 +261,15 @@ def bench_cpu(
     rounds: Annotated[
         int, typer.Option(min=1, max=1000, help="Times everything is measured; medians are shown.")
     ] = 3,
-    threads: Threads = None,
     as_json: Json = False,
+    *,
+    engine: Engine,
 ) -> None:
     """Decode on this CPU: base, mixed adapters, one request; beside transformers and PEFT if asked. From a checkout."""
     peers = parse_peers("--against", against)  # before PyTorch is imported
     from minivllm.commands.common import from_checkout
 
-    from_checkout("benchmarks.cpu").run_bench(peers, max_tokens, rounds, threads, as_json)
+    from_checkout("benchmarks.cpu").run_bench(peers, max_tokens, rounds, engine.get("threads"), as_json)
 
 
 def main() -> None:

@@ -364,7 +364,8 @@ def parse_dtype(dtype: str | torch.dtype, option: str = "dtype") -> torch.dtype:
 
 def read_template(given: str | os.PathLike[str]) -> str:
     """A Jinja template, or what is in the file that has one. FileNotFoundError where there is no such file."""
-    text = os.fspath(given)
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    require_text(chat_template=text)
     if set("{}\n") & set(text):
         return text
     try:

@@ -19,7 +19,9 @@ class Extension:
     lora     fields of `LoRAExtensions` that it has something for
     add_to   puts its parts in the places of others, as `parts.config` asks for them. Extensions are asked in the
              order of assembly's lines, so one may take what an earlier one put there
+    find_model   the folder of a base model that is called otherwise than by its folder; None = not known here
     """
 
     lora: Mapping[str, Any] = field(default_factory=dict)
     add_to: "Callable[[Parts], None]" = lambda parts: None
+    find_model: Callable[[str], str | None] = lambda model: None

@@ -1,5 +1,7 @@
 """`--adapter-folder` and `--lora-root`: requests name the adapters in a folder. See vllm/plugins/lora_resolvers."""
 
+import os
+
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 
 
@@ -15,6 +17,8 @@ def register_folder(
         if base_model_name is not None:
             raise ValueError("--base-model-name is about the adapters in --adapter-folder; pass that too")
         return None
+    if base_model_name is None and model is not None and not os.path.isdir(model):
+        base_model_name = model  # a Hugging Face id, of which the engine knows the copy's folder alone
     if base_model_name is None and model is None:
         from minivllm.models.demo_model import MODEL_NAME as base_model_name  # its folder's name says more
     resolver = FilesystemResolver(folder, [base_model_name] if base_model_name else [])

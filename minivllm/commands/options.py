@@ -2,13 +2,37 @@
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
+import typer.core
 
 PEERS = ("transformers", "peft")
 SERVER_NEEDS = ("starlette", "uvicorn", "prometheus_client")
+
+
+class SeveralValues(typer.core.TyperCommand):
+    """A command whose repeatable options take several values at a time, as vLLM's do: `--lora-modules a=x b=y`.
+
+    An argument that looks like a value of such an option is one: `NAME=PATH` or JSON for adapters.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(repeated(args)))
+
+
+def repeated(args: Sequence[str]) -> Iterator[str]:
+    """The same arguments, with the option before each of its values."""
+    option = None
+    for last, argument in zip(["", *args], args):
+        if last == "--lora-modules":
+            option = last
+        elif argument.startswith("-"):
+            option = None
+        elif option and (argument.startswith("{") or "=" in argument):
+            yield option
+        yield argument
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:

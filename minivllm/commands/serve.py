@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -24,7 +25,19 @@ from minivllm.sources.resolver import stable_id
 
 # Of the command's options those that `ServerSettings` takes as they are.
 SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes", "max_concurrency")
+MODULE_FORM = '{"name": ..., "path": ..., "base_model_name": ...}'
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY_VARIABLE = "MINIVLLM_API_KEY"
+
+
+class AdapterModule(BaseModel):
+    """An adapter as JSON. base_model_name: what `parent` in /v1/models says. vLLM: `LoRAModulePath`"""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    path: str
+    base_model_name: str | None = None
 
 
 def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -69,12 +82,15 @@ def loading(console: Console) -> Iterator[Listener]:
 def settings_of(given: dict[str, Any]) -> ServerSettings:
     """ValueError or FileNotFoundError for options that contradict each other."""
     name = given["served_model_name"] or model_name(given["model"])
+    keys = api_keys(given["api_key"])
     settings = ServerSettings(
         model_name=name,
         adapters=tuple(adapters_of(given["lora_modules"] or [], given["model"])),
-        api_keys=tuple(api_keys(given["api_key"])),
+        api_keys=tuple(keys),
         adapter_keys=dict(pair("--adapter-key", each, "NAME=KEY") for each in given["adapter_key"] or []),
         allowed_origins=tuple(given["allow_origin"] or []),
+        allowed_hosts=allowed_hosts(given["host"], given["allow_host"] or [], bool(keys)),
+        log_requests=not given["no_access_log"],
         **{name: given[name] for name in SETTINGS},
     )
     if given["base_model_name"] is not None and settings.lora_root is None:
@@ -93,14 +109,29 @@ def model_name(model: str | None) -> str:
 
 
 def adapters_of(specs: list[str], model: str | None) -> list[LoRARequest]:
-    """`NAME=PATH` each. `demo` stands for the four of the demo model that come with the repository."""
+    """`NAME=PATH` or vLLM's JSON each. `demo` stands for the four of the demo model that come with the repository."""
     if specs == ["demo"]:
         if model is not None:
             raise ValueError("--lora-modules demo are adapters of the demo model; leave MODEL out")
         folder = checkout_folder() / "adapters"
         specs = [f"{path.parent.name}={path.parent}" for path in sorted(folder.glob("*/adapter_config.json"))]
-    pairs = [pair("--lora-modules", spec, "NAME=PATH") for spec in specs]
-    return [LoRARequest(name, stable_id(name), path) for name, path in pairs]
+    return [adapter_of(spec) for spec in specs]
+
+
+def adapter_of(spec: str) -> LoRARequest:
+    """An adapter of `--lora-modules`. ValueError for what is not of one of both forms."""
+    if not spec.lstrip().startswith("{"):
+        name, path = pair("--lora-modules", spec, 'NAME=PATH or {"name": ..., "path": ...}')
+        return LoRARequest(name, stable_id(name), path)
+    try:
+        module = AdapterModule.model_validate_json(spec)
+    except ValidationError as error:
+        raise ValueError(
+            f"--lora-modules '{spec}' is not of the form {MODULE_FORM}: {error.errors()[0]['msg']}"
+        ) from None
+    return LoRARequest(
+        module.name, stable_id(module.name), module.path, base_model_name=module.base_model_name
+    )
 
 
 def api_keys(given: list[str] | None) -> list[str]:
@@ -109,6 +140,14 @@ def api_keys(given: list[str] | None) -> list[str]:
         return given
     key = os.environ.get(KEY_VARIABLE)
     return [key] if key else []
+
+
+def allowed_hosts(host: str, more: list[str], has_keys: bool) -> tuple[str, ...]:
+    """Names that requests may call the server by; () = any. Without a key, at an address of this machine alone, only
+    this machine's: other sites' pages in a browser here reach it by theirs."""
+    if has_keys or "*" in more or host not in LOOPBACK:
+        return tuple(name.lower() for name in more if name != "*")
+    return (*LOOPBACK, "[::1]", *(name.lower() for name in more))
 
 
 def pair(option: str, text: str, form: str) -> tuple[str, str]:

@@ -42,7 +42,8 @@ def run_tiny_demo(max_tokens: int, options: dict[str, Any], as_json: bool) -> bo
 
     options   further `EngineArgs`, `punica_backend` among them; "auto" is triton. Returns whether the tokens agree
     """
-    backend = "triton" if options["punica_backend"] == "auto" else options["punica_backend"]
+    backend = options.get("punica_backend", "auto")
+    backend = "triton" if backend == "auto" else backend
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     with tempfile.TemporaryDirectory() as folder, console.status("serving a tiny model twice"):

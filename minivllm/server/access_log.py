@@ -15,6 +15,9 @@ from minivllm.engine.metrics import RequestMetrics
 from minivllm.server.errors import error_response
 
 logger = logging.getLogger("minivllm.access")
+# Monitors ask all the time: a line only where the answer was no.
+QUIET = frozenset({"/health", "/ping", "/metrics"})
+REQUEST_ID = b"x-request-id"
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Record:
         if self.model is not None:
             parts.append(f"model={self.model[:100]!a}")
             parts.append(f"prompt={self.prompt_tokens} answer={self.completion_tokens}")
+        parts += [f"id={value.decode('latin-1')!a}" for name, value in scope["headers"] if name == REQUEST_ID]
         if self.first_token_at is not None:
             parts.append(f"ttft={self.first_token_at - self.started:.3f}s")
         return " ".join([*parts, f"total={ended - self.started:.3f}s"])
@@ -54,21 +58,27 @@ class Record:
 class AccessLog:
     """A middleware: gives every HTTP request its `Record`, and logs a line when it has ended.
 
+    A request's header X-Request-Id goes back with the response, and into the line. vLLM: `--enable-request-id-headers`.
+
     A request that is cancelled gets 503, and no traceback in the log. Only a server that is forced to end cancels
     requests from outside. If the response has begun, the connection is closed.
     """
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
-        self.app, self.clock = app, clock
+    def __init__(self, app: ASGIApp, logs: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.app, self.logs, self.clock = app, logs, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         record = scope.setdefault("state", {})["record"] = Record(self.clock())
 
+        ids = [(name, value) for name, value in scope["headers"] if name == REQUEST_ID]
+
         async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                if ids:
+                    message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 
         try:
@@ -77,5 +87,6 @@ class AccessLog:
             if not record.status:
                 await error_response(503, "the server has ended")(scope, receive, note_status)
         finally:
-            if logger.isEnabledFor(logging.INFO):
+            is_quiet = scope["path"] in QUIET and record.status < 400
+            if self.logs and not is_quiet and logger.isEnabledFor(logging.INFO):
                 logger.info("%s", record.line(scope, self.clock()))

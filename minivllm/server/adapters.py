@@ -49,7 +49,8 @@ def card(call: Call, name: str) -> dict[str, Any]:
     adapter = call.server.names.served.get(name)
     if adapter is None:
         return {**known, "root": config.model, "parent": None, "max_model_len": config.max_model_len}
-    return {**known, "root": adapter.lora_path, "parent": call.server.settings.model_name}
+    parent = adapter.base_model_name or call.server.settings.model_name
+    return {**known, "root": adapter.lora_path, "parent": parent}
 
 
 async def adapters(call: Call) -> dict[str, Any]:

@@ -53,7 +53,7 @@ async def metrics(call: Call) -> Response:
 # Those of a fleet, whose engine is several: the live page shows one.
 FLEET_ROUTES = (
     *(*completions.ROUTES, *adapters.ROUTES),
-    *(get("/health", health), get("/version", show_version), get("/metrics", metrics)),
+    *(get("/health", health), get("/ping", health), get("/version", show_version), get("/metrics", metrics)),
 )
 ROUTES = (*FLEET_ROUTES, *live.ROUTES)
 
@@ -90,7 +90,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, routes: Sequence[Route] =
 
 def middleware(server: Server, settings: ServerSettings) -> Iterator[Middleware]:
     """From the outermost to the innermost."""
-    yield Middleware(AccessLog)
+    yield Middleware(AccessLog, logs=settings.log_requests)
     yield Middleware(BufferForHTTP10)
     if settings.allowed_origins:
         yield Middleware(

@@ -13,7 +13,7 @@ from minivllm.server.errors import ApiError, error_response
 from minivllm.server.settings import ServerSettings
 
 # The page at / shows nothing of the server by itself; it asks its user for a key.
-OPEN = frozenset({"/health", "/version", "/"})
+OPEN = frozenset({"/health", "/ping", "/version", "/"})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ nesting of JSON.
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from itertools import chain
 
@@ -14,12 +15,14 @@ from minivllm.server.errors import ApiError, response_of
 from minivllm.server.settings import ServerSettings
 
 MOST_HEADERS = 100
+PORT = re.compile(r":\d*$")
 # Always answered, because monitors must see a server that is busy or draining.
-ALWAYS = frozenset({"/health", "/version", "/metrics"})
+ALWAYS = frozenset({"/health", "/ping", "/version", "/metrics"})
 
 
 class Limits:
-    """A middleware: refuses too many headers, too many concurrent requests, and new requests of a server that drains.
+    """A middleware: refuses too many headers, hosts that this server is not, too many concurrent requests, and new
+    requests of a server that drains.
 
     is_draining   whether it does
     """
@@ -45,10 +48,22 @@ class Limits:
         size = sum(map(len, chain.from_iterable(headers)))
         if len(headers) > MOST_HEADERS or size > self.settings.max_header_bytes:
             raise ApiError(431, f"the request has {len(headers)} headers of {size} bytes; send fewer")
+        self._check_host(headers)
         if counts and self.is_draining():
             raise ApiError(503, "the server is about to end and takes no new requests")
         if counts and self.num_active > self.settings.max_concurrency:
             raise ApiError(429, f"{self.settings.max_concurrency} requests are being served; try again later")
+
+    def _check_host(self, headers: list[tuple[bytes, bytes]]) -> None:
+        allowed = self.settings.allowed_hosts
+        if not allowed:
+            return
+        sent = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
+        if PORT.sub("", sent).lower() not in allowed:
+            raise ApiError(
+                403,
+                f"this server is not called {sent[:100]!a}; pass --allow-host, or --api-key, at its start",
+            )
 
 
 async def read_body(receive: Receive, length: bytes, settings: ServerSettings) -> bytes | None:

@@ -92,8 +92,8 @@ class SamplingFields(Body):
 
     return_token_ids   each choice has its new `token_ids`, too; without a tokenizer a server has no text to return
 
-    The last ones have no effect. Clients send them, and no answer would be another one without them; values that ask for
-    more are refused (`refusals.FIELDS`).
+    The last ones have no effect. Clients send them, and no answer would be another one without them; values that ask
+    for more are refused (`refusals.FIELDS`).
     """
 
     model: Name

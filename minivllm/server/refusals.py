@@ -1,7 +1,7 @@
 """What is no part of this server: routes and fields of OpenAI's and vLLM's APIs, and the sentence that refuses each.
 
-A request that is answered by something else than it asked for is worse than a refusal: a pooling request with an adapter
-that the base model answers, say (docs/incidents.md).
+A request that is answered by something else than it asked for is worse than a refusal: a pooling request with an
+adapter that the base model answers, say (docs/incidents.md).
 """
 
 from collections.abc import Collection

@@ -1,10 +1,13 @@
 """The options of a server. Stands for a part of vllm/entrypoints/openai/cli_args.py (v0.22.1)."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from minivllm.lora.request import LoRARequest
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,10 @@ class ServerSettings:
     allow_runtime_lora   whether requests may load, unload and pin adapters
     api_keys             each opens everything; () = requests need no key
     adapter_keys         adapter -> a key that opens this adapter alone; needs `api_keys`
-    allowed_origins      of pages in browsers (CORS)
+    allowed_origins      of pages in browsers (CORS): `https://page.example`, or `*`
+    allowed_hosts        names that the header Host may have; () = any. A page of another site, whose name somebody has
+                         led to this server's address (DNS rebinding), sends its own
+    log_requests         whether the access log has a line for each request
     drain_seconds        for running requests after a SIGTERM
     max_body_bytes, max_header_bytes   of one request
     max_concurrency      concurrent requests
@@ -36,6 +42,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     adapter_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    log_requests: bool = True
     drain_seconds: float = 30.0
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 32 * 2**10
@@ -58,6 +66,11 @@ class ServerSettings:
                 "adapters may be loaded at run time from below one folder only; pass --lora-root"
             )
         self._check_keys()
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"'{origin}' is no origin of web pages; give one like https://page.example, or *"
+                )
         for name in ("max_body_bytes", "max_header_bytes", "max_concurrency", "max_prompts", "most_labels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

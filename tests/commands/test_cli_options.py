@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from typer.testing import CliRunner
 
 import minivllm
 from minivllm.cli import app, main
+from minivllm.commands.engine_options import DEFAULTS, ROWS
 from minivllm.commands.options import options_of, with_options_of
+from minivllm.commands.serve import adapters_of
 from minivllm.config import LoRAConfig
+from minivllm.engine_args import EngineArgs
 from minivllm.errors import EngineDeadError
 from minivllm.models.demo_model import _silence_library_bars
 
@@ -81,7 +85,7 @@ class TestServe:
         run(app, ["serve", "--device", "cpu", *arguments])
 
         [options] = told
-        config = LoRAConfig(max_loras=options["max_loras"], max_cpu_loras=options["max_cpu_loras"])
+        config = LoRAConfig(max_loras=options.get("max_loras"), max_cpu_loras=options.get("max_cpu_loras"))
         assert config.on_device("cpu").max_loras == slots
 
     @pytest.mark.parametrize("kept", [0, -3])
@@ -93,6 +97,100 @@ class TestServe:
             main()
 
         assert "max_cpu_loras must be" in capsys.readouterr().err
+
+
+class TestEngineOptions:
+    """Of `serve`: a command has a row for every field of `EngineArgs`, and its defaults are the fields'."""
+
+    def test_are_those_of_the_engine_and_all_of_them(self):
+        # warm_up: steps before the first request, which a server always takes. model: MODEL. enable_lora: always on.
+        by_themselves = {"model", "enable_lora", "warm_up", "enable_lora_bias"}
+
+        assert {row.name for row in ROWS} == {field.name for field in fields(EngineArgs)} - by_themselves
+
+    def test_show_the_default_that_holds(self):
+        defaults = {field.name: field.default for field in fields(EngineArgs)} | DEFAULTS
+        shown = {row.name: row.annotation.__metadata__[0].show_default for row in ROWS}
+        # Where it is None, or off, the help says in words what follows from that, or nothing.
+        said = {
+            name: "on" if value is True else str(value)
+            for name, value in defaults.items()
+            if value or value == 0
+        }
+
+        assert {name: text for name, text in shown.items() if text and name in said} == {
+            name: said[name] for name in shown if name in said and defaults[name] is not False
+        }
+
+    @pytest.mark.parametrize(
+        ("arguments", "options"),
+        [
+            ([], {}),
+            (
+                ["--max-num-seqs", "8", "--max-num-batched-tokens", "512"],
+                {"max_num_seqs": 8, "max_num_batched_tokens": 512},
+            ),
+            (["--gpu-memory-utilization", "0.5"], {"gpu_memory_utilization": 0.5}),
+            (["--max-model-len", "256", "--block-size", "32"], {"max_model_len": 256, "block_size": 32}),
+            (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+            (["--enable-lora", "--fully-sharded-loras"], {"fully_sharded_loras": True}),
+            (["--chat-template", "x.jinja"], {"chat_template": "x.jinja"}),
+            (["--num-gpu-blocks-override", "9", "-tp", "2"], {"num_kv_blocks": 9, "tensor_parallel_size": 2}),
+            (
+                ["--lora-target-modules", "q_proj", "--lora-target-modules", "v_proj"],
+                {"target_modules": ["q_proj", "v_proj"]},
+            ),
+        ],
+        ids=str,
+    )
+    def test_reach_the_engine_as_they_were_given(self, monkeypatch, arguments, options):
+        told = []
+        monkeypatch.setattr("minivllm.commands.serve.run_serve", lambda given, options: told.append(options))
+
+        result = run(app, ["serve", *arguments])
+
+        assert (result.exit_code, told) == (0, [{**DEFAULTS, **options}]), result.output
+
+    @pytest.mark.parametrize("command", ["serve", "generate", "inspect", "demo"])
+    def test_have_their_whole_names_in_the_help_of_a_narrow_terminal(self, command):
+        shown = run(app, [command, "--help"], env={"COLUMNS": "80"}).output
+
+        assert set(options_of(ROOT.commands[command])) <= set(re.findall(r"--[a-z-]+", shown))
+
+
+class TestAdaptersOfServe:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--lora-modules", "a=x", "b=y", "--port", "0", "model"],
+            ["model", "--lora-modules", "a=x", "--lora-modules", "b=y"],
+            ["model", "--enable-lora", "--lora-modules", "a=x", '{"name": "b", "path": "y"}'],
+            ["--lora-modules", '{"name": "a", "path": "x"}', "b=y", "model"],
+        ],
+        ids=str,
+    )
+    def test_may_be_given_as_to_vllm(self, monkeypatch, arguments):
+        told = []
+        monkeypatch.setattr("minivllm.commands.serve.run_serve", lambda given, options: told.append(given))
+
+        run(app, ["serve", *arguments], catch_exceptions=False)
+
+        [given] = told
+        assert given["model"] == "model"
+        found = adapters_of(given["lora_modules"], given["model"])
+        assert [(adapter.lora_name, adapter.lora_path) for adapter in found] == [("a", "x"), ("b", "y")]
+
+    def test_may_say_what_their_model_is_called(self):
+        [adapter] = adapters_of(['{"name": "a", "path": "x", "base_model_name": "org/base"}'], None)
+
+        assert adapter.base_model_name == "org/base"
+
+    @pytest.mark.parametrize(
+        "spec", ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": "x", "rank": 8}']
+    )
+    def test_are_refused_in_any_other_form(self, spec):
+        with pytest.raises(ValueError, match=r"--lora-modules .* is not of the form"):
+            adapters_of([spec], None)
 
 
 class TestMessages:

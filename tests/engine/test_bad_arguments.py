@@ -75,6 +75,7 @@ def options_and_values():
         yield from ((name, value) for value in ("yes", 1, None, []))
     for name in TEXTS:
         yield from ((name, value) for value in ("no such thing", 5, None, [], b"auto"))
+    yield from (("chat_template", value) for value in (5, [], b"auto"))
 
 
 def test_every_option_is_tried():
@@ -84,6 +85,7 @@ def test_every_option_is_tried():
         "target_modules",
         "long_lora_scaling_factors",
         "threads",
+        "chat_template",
     }
 
     assert {f.name for f in fields(EngineArgs)} - others == {*INTS, *NUMBERS, *FLAGS, *TEXTS}

@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from tiny_engine import greedy, run, tiny_world, tokens_of
+from tiny_engine import OPTIONS, greedy, run, tiny_world, tokens_of
 
-from minivllm import LoRARequest
+from minivllm import LLM, LoRARequest
 from minivllm.vllm.utils import get_adapter_absolute_path
 
 ID = "somebody/sql-adapter"
@@ -275,6 +275,43 @@ class TestRefusal:
             answer(world, "nobody/nothing")
 
         assert len(str(refusal.value)) <= 500
+
+
+BESIDE_A_MODEL = {
+    "original/params.json": b"{}",
+    "onnx/model.safetensors": b"other weights",
+    "consolidated.safetensors": b"the same weights",
+    "pytorch_model.bin": b"likewise",
+    "README.md": b"# A model",
+}
+
+
+class TestBaseModel:
+    def test_by_its_id_is_fetched_once_and_served_like_its_folder(self, world, hub, monkeypatch):
+        files = {path.name: path.read_bytes() for path in world.base.iterdir()}
+        hub.files = {**files, **BESIDE_A_MODEL}
+        llm = LLM(ID, **{**OPTIONS, "enable_lora": True})
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        again = LLM(ID, **{**OPTIONS, "enable_lora": True})
+
+        prompt, lora = {"prompt_token_ids": PROMPT}, world.request("qv")
+        answers = [
+            each.generate(prompt, greedy(6), use_tqdm=False, lora_request=lora) for each in (llm, again)
+        ]
+
+        assert hub.fetched == set(files)
+        assert [answer[0].outputs[0].token_ids for answer in answers] == [
+            world.oracle().greedy("qv", PROMPT, 6)
+        ] * 2
+
+    def test_that_cannot_be_had_offline_is_a_sentence_with_the_way_out(self, offline):
+        with pytest.raises(FileNotFoundError) as refusal:
+            LLM(ID)
+
+        assert f"no model folder '{ID}'" in str(refusal.value)
+        assert f"`hf download {ID} --local-dir FOLDER`" in str(refusal.value)
+        assert "HF_HUB_OFFLINE" in str(refusal.value)
+        assert "\n" not in str(refusal.value) and len(str(refusal.value)) <= 500
 
 
 class TestDownload:
