@@ -195,7 +195,7 @@ def serve(
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name that requests may call this server by, besides this machine's own, where it has no key; * is any."
+            help="Without a key: a name that requests may call this server by, besides 127.0.0.1; * is any."
         ),
     ] = None,
     no_access_log: Annotated[

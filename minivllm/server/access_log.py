@@ -64,8 +64,8 @@ class AccessLog:
     requests from outside. If the response has begun, the connection is closed.
     """
 
-    def __init__(self, app: ASGIApp, logs: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self.app, self.logs, self.clock = app, logs, clock
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic, logs: bool = True) -> None:
+        self.app, self.clock, self.logs = app, clock, logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

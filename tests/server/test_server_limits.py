@@ -17,6 +17,7 @@ from tiny_engine import tiny_world
 from tiny_server import held_up, serving
 from uvicorn.server import ServerState
 
+from minivllm.commands.serve import allowed_hosts
 from minivllm.server.connection import BufferForHTTP10, LimitedConnection
 from minivllm.server.settings import ServerSettings
 
@@ -393,3 +394,39 @@ def test_an_answer_of_unknown_length_has_one_for_a_client_that_knows_no_chunks(v
     assert sent[0]["headers"] == whole
     assert b"".join(message["body"] for message in sent[1:]) == b"one two "
     assert len(sent) == (2 if version == "1.0" else 4)
+
+
+@pytest.mark.parametrize("origin", ["foo", "page.example", "https://page.example/path", "https://", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    with pytest.raises(
+        ValueError, match=r"is no origin of web pages; give one like https://page\.example, or \*"
+    ):
+        ServerSettings("tiny", allowed_origins=("https://page.example:8443", "*", origin))
+
+
+def test_a_name_that_somebody_else_has_led_here_is_refused(world):
+    """DNS rebinding: a page of that name asks a server without a key on this machine, and would read its answers."""
+    names = allowed_hosts("127.0.0.1", ["Lab.local"], has_keys=False)
+    with serving(world, allowed_hosts=names) as server:
+
+        def status(*lines):
+            with connected(server) as sock:
+                sock.sendall(
+                    "\r\n".join(["GET /v1/models HTTP/1.1", *lines, "connection: close", "", ""]).encode()
+                )
+                return sock.recv(10_000).split()[1]
+
+        port = server.socket.getsockname()[1]
+        mine = [f"127.0.0.1:{port}", "localhost", "LOCALHOST:9", "[::1]:8000", "lab.local", "127.0.0.1:"]
+        assert {status(f"host: {name}") for name in mine} == {b"200"}
+        assert {status(f"host: {name}") for name in ("evil.example", f"127.0.0.1.evil:{port}", "")} == {
+            b"403"
+        }
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "has_keys"),
+    [("0.0.0.0", [], False), ("127.0.0.1", [], True), ("127.0.0.1", ["*"], False), ("10.1.2.3", [], False)],
+)
+def test_any_name_will_do_where_a_key_is_asked_for_or_others_reach_the_server(host, more, has_keys):
+    assert allowed_hosts(host, more, has_keys) == ()

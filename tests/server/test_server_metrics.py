@@ -151,6 +151,19 @@ def hang_up(server, body, happens):
         wait_until(happens)
 
 
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_request_s_id_comes_back_and_monitors_leave_no_lines(tmp_path_factory, caplog, logs):
+    caplog.set_level(logging.INFO, logger="minivllm.access")
+    with serving(tiny_world(tmp_path_factory), log_requests=logs) as server:
+        for path in ("/health", "/ping", "/metrics"):
+            assert httpx.get(f"{server.url}{path}", timeout=PATIENCE).status_code == 200
+        answer = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "a-1"}, timeout=PATIENCE)
+
+    said = [record.getMessage() for record in caplog.records if record.name == "minivllm.access"]
+    assert answer.headers["x-request-id"] == "a-1"
+    assert ["/v1/models" in line and "id='a-1'" in line for line in said] == [True] * logs
+
+
 def said_of_answers(caplog):
     return [record.getMessage() for record in caplog.records if "completions" in record.getMessage()]
 
@@ -242,7 +255,8 @@ def test_a_request_whose_client_leaves_is_counted_where_the_engine_is_a_process(
 def test_a_line_counts_from_the_beginning_of_its_request():
     record = Record(10.0, "qv", 3, 5, first_token_at=10.25, status=200)
 
-    line = record.line({"method": "POST", "path": "/v1/completions", "client": ("1.2.3.4", 5)}, 12.0)
+    scope = {"method": "POST", "path": "/v1/completions", "client": ("1.2.3.4", 5), "headers": []}
+    line = record.line(scope, 12.0)
 
     assert line == (
         "1.2.3.4 POST '/v1/completions' 200 model='qv' prompt=3 answer=5 ttft=0.250s total=2.000s"
