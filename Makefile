@@ -51,19 +51,34 @@ serve-ray: $(RAY)
 	$(BIN)/python -m deploy.fleet
 
 # Else each process that a test starts compiles the engine anew, where the environment forbids to keep what is compiled.
-test nightly: export PYTHONDONTWRITEBYTECODE =
+test nightly-tests: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 
-# What `make test` leaves out, and the random searches at length. Both together are all there is.
+# What `make test` leaves out, and the random searches at length. Both together are all there is. What fails keeps
+# nothing else from running. Searches have other seeds every night, so each may be short.
+DAY := $(shell date +%Y%j)
+
 nightly: setup $(RAY)
+	@status=0; night="$(MAKE) --keep-going --no-print-directory"; \
+	$$night nightly-tests nightly-ray nightly-without || status=1; \
+	$$night -j2 nightly-soak nightly-machine nightly-malformed || status=1; \
+	exit $$status
+
+.PHONY: nightly-tests nightly-ray nightly-without nightly-soak nightly-machine nightly-malformed
+nightly-tests:
 	$(BIN)/python -m pytest -m "nightly and not ray" -n auto --maxprocesses 4 --dist worksteal --durations 20 --disable-warnings
+nightly-ray:
 	$(BIN)/python -m pytest -m ray --disable-warnings tests/deploy
+nightly-without:
 	$(BIN)/python tests/helpers/take_away.py
-	$(BIN)/python tests/sources/malformed.py --adapters 10000 --seed 0
-	$(BIN)/python tests/engine/engine_machine.py --operations 150000 --seed 0
-	$(BIN)/python tests/server/server_soak.py --seed 0
+nightly-soak:
+	$(BIN)/python tests/server/server_soak.py --seed $(DAY)
+nightly-machine:
+	$(BIN)/python tests/engine/engine_machine.py --operations 60000 --seed $(DAY)
+nightly-malformed:
+	$(BIN)/python tests/sources/malformed.py --adapters 3000 --seed $(DAY)
 
 lint: setup
 	$(BIN)/ruff check .
