@@ -72,7 +72,7 @@ nightly-tests:
 nightly-ray:
 	$(BIN)/python -m pytest -m ray --disable-warnings tests/deploy
 nightly-without:
-	$(BIN)/python tests/helpers/take_away.py
+	$(BIN)/python -m tests.tools.take_away
 nightly-soak:
 	$(BIN)/python tests/server/server_soak.py --seed $(DAY)
 nightly-machine:
@@ -94,10 +94,10 @@ notebook: setup
 	$(BIN)/lab notebook $(PHASE)
 
 notebooks: setup
-	$(BIN)/python tests/helpers/notebooks.py docs/*.ipynb phases/*/walkthrough.ipynb
+	$(BIN)/python -m tests.tools.notebooks docs/*.ipynb phases/*/walkthrough.ipynb
 
 recordings: setup
-	PYTHONPATH=.:tests/helpers:tests/models $(BIN)/python tests/helpers/recordings.py
+	$(BIN)/python -m tests.tools.recordings
 
 N ?= 2000
 SEED ?= 0

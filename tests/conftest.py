@@ -7,10 +7,10 @@ import signal
 
 import pytest
 import torch
-from gpu import taking_turns
-from interpreted import keep_the_language_replaced
 
 import labs.kit.startup  # noqa: F401 -- before minivllm
+from tests.tools.device import taking_turns
+from tests.tools.interpreted import keep_the_language_replaced
 
 pytest_plugins = ["labs.kit.plugin"]
 

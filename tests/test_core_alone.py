@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 
-import demo_batch
 import pytest
-from demo_oracle import DemoOracle
-from demo_tasks import demo_base
-from house import ROOT, core_files
-from take_away import find_nothing_elsewhere
+
+from tests.tools.house import ROOT, core_files
+from tests.tools.take_away import find_nothing_elsewhere
+from tests.worlds import demo
+from tests.worlds.demo import DemoOracle, demo_base
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +48,17 @@ def test_each_of_its_modules_can_be_imported_by_itself_alone(alone):
 
 
 def test_it_serves_more_adapters_than_slots_and_base_in_one_batch(alone):
-    asked = demo_batch.asked()
+    asked = demo.asked()
 
-    script = demo_batch.SCRIPT.format(module="minivllm.engine.llm")
+    script = demo.SCRIPT.format(module="minivllm.engine.llm")
     answers, where, imported = json.loads(run_alone(alone, "-c", script, given=json.dumps(asked)))
 
     assert where == str(alone / "minivllm" / "__init__.py")
     assert "minivllm.assembly" not in imported and len(imported) > 40
-    assert answers == demo_batch.answers(asked)
+    assert answers == demo.answers(asked)
     assert len({tuple(answer) for answer in answers}) == len(answers), "adapters make no difference"
-    oracle = DemoOracle(demo_base(), demo_batch.NUM_TOKENS)
-    for (name, prompt), answer in zip(demo_batch.pairs(), answers):
+    oracle = DemoOracle(demo_base(), demo.NUM_TOKENS)
+    for (name, prompt), answer in zip(demo.pairs(), answers):
         likeliest, lead = oracle.likeliest(name, prompt, answer)
         assert answer == likeliest, f"{name}: PEFT's tokens lead by {max(lead)}"
     gc.collect()

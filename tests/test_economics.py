@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from tiny_adapters import save_adapter, save_base
-from tiny_models import VARIANTS
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.config import LoRAConfig
@@ -18,6 +16,8 @@ from minivllm.economics import (
 )
 from minivllm.layers.attention import Attention
 from minivllm.models.config import ModelArchitecture
+from tests.worlds.adapters import save_adapter
+from tests.worlds.models import VARIANTS, save_base
 
 RANK, SLOTS, BLOCK = 6, 3, 4
 

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import ROOT, House, core_files
-from imports import circles_of, import_circles, import_graph
 
 from minivllm.assembly import lora_extensions
 from minivllm.extension import Extension
+from tests.tools.house import ROOT, House, circles_of, core_files, import_circles, import_graph
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreted import NAMES, keep_the_language_replaced
+
+from tests.tools.interpreted import NAMES, keep_the_language_replaced
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from code_lines import code_lines, function_lines
-from imports import import_circles
+
+from tests.tools.house import code_lines, function_lines, import_circles
 
 PACKAGE = Path(__file__).resolve().parents[1] / "minivllm"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.read_text().strip()]

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 from rich.console import Console
-from tiny_engine import make_engine, tiny_world
 
 from minivllm.commands.serve import loading
 from minivllm.progress import followed, told_to
 from minivllm.serving.engine_process import EngineProcess
+from tests.worlds.engines import make_engine, tiny_world
 
 
 def test_each_item_is_told_when_it_is_done():

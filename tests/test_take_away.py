@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 
-import demo_batch
 import pytest
-from take_away import (
+
+from tests.tools.take_away import (
     NEEDED_BY,
     extensions,
     of_night,
@@ -17,6 +17,7 @@ from take_away import (
     run_there,
     take_away,
 )
+from tests.worlds import demo
 
 CORE_TESTS = (
     *("phase_01/test_request.py", "phase_01/test_layer_weights.py", "phase_05/test_lru_cache.py"),
@@ -80,7 +81,7 @@ def test_all_others_can_be_imported_but_those_that_say_so(without):
 def test_the_demo_has_the_tokens_of_the_whole_product(without, asked_and_answers):
     asked, answers = asked_and_answers
 
-    done = run_there(without.root, "-c", demo_batch.SCRIPT.format(module="minivllm"), given=json.dumps(asked))
+    done = run_there(without.root, "-c", demo.SCRIPT.format(module="minivllm"), given=json.dumps(asked))
 
     assert not done.returncode, done.stderr[-3000:]
     tokens, where, imported = json.loads(done.stdout.splitlines()[-1])
@@ -91,8 +92,8 @@ def test_the_demo_has_the_tokens_of_the_whole_product(without, asked_and_answers
 
 @pytest.fixture(scope="module")
 def asked_and_answers():
-    asked = demo_batch.asked()
-    return asked, demo_batch.answers(asked)
+    asked = demo.asked()
+    return asked, demo.answers(asked)
 
 
 @pytest.mark.nightly
@@ -134,5 +135,5 @@ def test_each_extension_has_its_turn_before_any_has_another():
 
 
 def test_whoever_imports_an_extension_is_its_own_also_by_way_of_a_helper():
-    assert "tests/ahead/test_run_ahead.py" in own_files("ahead"), "helpers/running_ahead.py imports it"
+    assert "tests/ahead/test_run_ahead.py" in own_files("ahead"), "worlds/ahead.py imports it"
     assert "tests/phase_07/test_mixed_step.py" not in own_files("ahead")

@@ -1,12 +1,12 @@
 """Hunt 8.15: The disk is read at every step
 
 `lab hunt 15` tells the symptom, `lab hint 8.15` helps, `lab hunt 15 --check` grades this file.
-What there is to use stands in tests/helpers/hunting.py.
+What there is to use stands in tests/worlds/hunts.py.
 """
 
 from labs.kit.overlay import Todo
 
-pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+pytest_plugins = "tests.worlds.hunts"  # brings `world`: a tiny model, its adapters, engines
 
 
 def test_hunt_15(world):

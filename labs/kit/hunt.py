@@ -24,12 +24,12 @@ _MARKERS = re.compile(r"^ *# (region lab .*|endregion)\n", re.MULTILINE)
 STARTER = '''"""Hunt {number}: {title}
 
 `lab hunt {id}` tells the symptom, `lab hint {number}` helps, `lab hunt {id} --check` grades this file.
-What there is to use stands in tests/helpers/hunting.py.
+What there is to use stands in tests/worlds/hunts.py.
 """
 
 from labs.kit.overlay import Todo
 
-pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+pytest_plugins = "tests.worlds.hunts"  # brings `world`: a tiny model, its adapters, engines
 
 
 def test_hunt_{id:02}(world):

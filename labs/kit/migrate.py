@@ -43,6 +43,8 @@ RENAMED = {
 IMPORTS = {
     "from minivllm.labs import ROOT": "from labs.kit.regions import ROOT",
     "from minivllm.labs import Todo": "from labs.kit.overlay import Todo",
+    "from hunting import": "from tests.worlds.hunts import",
+    'pytest_plugins = "hunt_world"': 'pytest_plugins = "tests.worlds.hunts"',
 }
 _IMPORTED = re.compile(r"\b(?:from|import) (minivllm(?:\.\w+)+)")
 # What moved into an object that an exercise's own object has: number -> regular expression -> replacement.

@@ -7,12 +7,12 @@ that look up stand-ins on the device.
 import random
 
 import pytest
-from running_ahead import WISHES, run_ahead
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.errors import EngineDeadError
+from tests.worlds.ahead import WISHES, run_ahead
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 
 @pytest.fixture(scope="module")

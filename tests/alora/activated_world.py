@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tiny_adapters import ADAPTERS, load_oracle, save_adapter, save_base
-from tiny_engine import AdapterFolders, greedy, make_engine, run, tokens_of
-from tiny_models import all_in_float64
 
 from minivllm import LLMEngine
+from tests.oracles.peft import all_in_float64, load_oracle
+from tests.worlds.adapters import ADAPTERS, AdapterFolders, save_adapter
+from tests.worlds.engines import greedy, make_engine, run, tokens_of
+from tests.worlds.models import save_base
 
 # Tokens that overlap themselves and each other, on few modules, on all linears and on the head, with patterns
 # and without.

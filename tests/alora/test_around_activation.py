@@ -4,10 +4,10 @@ import json
 
 import pytest
 from activated_world import activated_world
-from tiny_engine import greedy, run
 from typer.testing import CliRunner
 
 from minivllm.cli import app
+from tests.worlds.engines import greedy, run
 
 
 @pytest.fixture(scope="module")

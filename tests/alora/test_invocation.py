@@ -4,11 +4,11 @@ import random
 
 import pytest
 from activated_world import activated_world
-from tiny_adapters import change_json, save_adapter
-from tiny_engine import greedy
 
 from minivllm import LoRARequest
 from minivllm.alora.prompts import NEVER, start_of_last
+from tests.worlds.adapters import change_json, save_adapter
+from tests.worlds.engines import greedy
 
 
 def starts_in_peft(tokens, prompt):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from activated_world import Asked, activated_world
-from tiny_engine import greedy, run, tokens_of
 
 from minivllm import SamplingParams
+from tests.worlds.engines import greedy, run, tokens_of
 
 TEXT = [10, 11, 12, 13, 20, 21, 22, 23, 30, 31, 32, 33]  # three blocks without a token of an invocation
 ONE, TWICE, LONG = [7], [5, 5], [6, 5, 5, 7, 6]

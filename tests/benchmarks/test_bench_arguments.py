@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from patience import PATIENCE
 
 from benchmarks import arguments, engine, layer_arguments
 from minivllm.config import DTYPES, EVICTION_POLICIES, PUNICA_BACKENDS, SCHEDULING_POLICIES
+from tests.worlds.waiting import PATIENCE
 
 
 @pytest.mark.parametrize(

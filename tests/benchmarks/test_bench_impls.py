@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu import DEVICE
 
 from benchmarks.impls import base, engine_linear, gathered, looped, paged, sgmv
+from tests.tools.device import DEVICE
 
 SLOTS, RANK, WIDTH = 3, 16, 40
 LIVE = [16, 4, 9]

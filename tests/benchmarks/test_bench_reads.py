@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_engine import tiny_world
 
 from benchmarks import reads, reads_beside
+from tests.worlds.engines import tiny_world
 
 
 @pytest.fixture(scope="module")

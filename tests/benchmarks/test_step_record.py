@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from running_ahead import run_ahead
-from tiny_engine import greedy, tiny_world
-from tiny_models import token_ids
 
 from benchmarks.step_record import COLUMNS, StepRecord, as_text
+from tests.worlds.ahead import run_ahead
+from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.models import token_ids
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ import json
 import shutil
 
 import pytest
-from tiny_adapters import save_adapter
-from tiny_models import transformers_model
 from typer.testing import CliRunner
 
 from examples.demo import demo_requests, show
@@ -13,6 +11,8 @@ from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
+from tests.worlds.adapters import save_adapter
+from tests.worlds.models import transformers_model
 
 run = CliRunner().invoke
 

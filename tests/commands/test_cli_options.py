@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from patience import PATIENCE
 from typer.testing import CliRunner
 
 import minivllm
@@ -22,6 +21,7 @@ from minivllm.config import LoRAConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.errors import EngineDeadError
 from minivllm.models.demo_model import _silence_library_bars
+from tests.worlds.waiting import PATIENCE
 
 run = CliRunner().invoke
 ROOT = typer.main.get_command(app)

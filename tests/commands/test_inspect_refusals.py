@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import tiny_world
 from typer.testing import CliRunner
 
 from minivllm.cli import app
+from tests.worlds.engines import tiny_world
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Q0 = "model.layers.0.self_attn.q_proj"

@@ -8,12 +8,8 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
-from far_engine import hold_after
 from local_fleet import copied, fleet
-from patience import PATIENCE, wait_until
 from pydantic import ValidationError
-from tiny_engine import tiny_world
-from tiny_server import BASE_NAME, Answers, client_of, served, tokenizer_with_template
 
 from deploy.fleet import fleet_llm
 from deploy.fleet.arguments import FleetArgs
@@ -24,6 +20,10 @@ from minivllm.policies.routing import POLICIES
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.errors import MOST_CHARACTERS
 from minivllm.serving.async_llm import AsyncLLM
+from tests.worlds.engines import tiny_world
+from tests.worlds.processes import hold_after
+from tests.worlds.servers import BASE_NAME, Answers, client_of, served, tokenizer_with_template
+from tests.worlds.waiting import PATIENCE, wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 

@@ -9,12 +9,12 @@ import httpx
 import openai
 import pytest
 import yaml
-from engine_ends import end_process, parent_pid, tokens_made
-from tiny_engine import OPTIONS, tiny_world
-from tiny_server import BASE_NAME, Answers
 
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.manifest import serve_config
+from tests.worlds.engines import OPTIONS, tiny_world
+from tests.worlds.processes import end_process, parent_pid, tokens_made
+from tests.worlds.servers import BASE_NAME, Answers
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ray]
 

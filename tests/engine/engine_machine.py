@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("helpers", "models")]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hypothesis
 import hypothesis.strategies as st
@@ -54,12 +54,12 @@ from machine_world import (
     version_of,
     was_thrown,
 )
-from running_ahead import run_ahead
-from soak_checks import check_slot_contents
-from tiny_engine import snapshot
 
 from minivllm import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.engine.parallel_sampling import child_id
+from tests.oracles.invariants import check_slot_contents
+from tests.worlds.ahead import run_ahead
+from tests.worlds.engines import snapshot
 
 MOST_REQUESTS = 12  # unfinished at a time
 # An engine hangs that, in a row, takes so many steps which compute nothing and end nobody ...

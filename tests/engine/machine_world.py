@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import hypothesis.strategies as st
-from small_engine import WIDTHS, SmallWorld, write_adapter
-from tiny_engine import character_tokenizer
 
 from minivllm import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.config import EVICTION_POLICIES, SCHEDULING_POLICIES
 from minivllm.engine.outputs import CompletionOutput
+from tests.worlds.models import character_tokenizer
+from tests.worlds.small import WIDTHS, SmallWorld, write_adapter
 
 NUM_ADAPTERS = 5  # ids 1 to 5; id 0 is the base model
 LONGEST_PROMPT, MOST_TOKENS, MOST_ANSWERS = 20, 10, 3

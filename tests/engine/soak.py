@@ -3,7 +3,7 @@
     python tests/engine/soak.py --requests 2000 --seed 0
 
 Requests arrive, are aborted, name adapters that are bad or turn bad; adapters are pinned, reloaded with other
-weights, unloaded, loaded ahead. Between any two calls the engine is looked over (soak_checks.py); every token of
+weights, unloaded, loaded ahead. Between any two calls the engine is looked over (oracles/invariants.py); every token of
 every greedy request must be the likeliest one of transformers + PEFT alone on that request, with the weights
 that were in memory when the token was computed; and those must be the weights that the request was owed.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("helpers", "models")]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from soak_disk import VARIANTS, AdapterDisk, VersionedOracle

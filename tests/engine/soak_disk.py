@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_adapters import ADAPTERS, load_oracle, save_adapter
-from tiny_models import all_in_float64, transformers_model
+
+from tests.oracles.peft import all_in_float64, load_oracle
+from tests.worlds.adapters import ADAPTERS, save_adapter
+from tests.worlds.models import transformers_model
 
 TINY = {
     "vocab_size": 48,

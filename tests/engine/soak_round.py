@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from soak_answers import Sent, verify_answers
-from soak_checks import check_empty, check_engine, check_running_fit_the_slots, check_slot_contents
 from soak_disk import SPOILED, TINY, AdapterDisk, VersionedOracle
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from tests.oracles.invariants import (
+    check_empty,
+    check_engine,
+    check_running_fit_the_slots,
+    check_slot_contents,
+)
 
 NUM_ADAPTERS = 6
 LONGEST_PROMPT = 26

@@ -5,11 +5,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from tiny_engine import character_tokenizer, greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LLMEngine, SamplingParams
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.sizing.slot_memory import refuse_slots_that_do_not_fit
+from tests.worlds.engines import greedy, run, snapshot, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer
 
 PROMPT = [5, 6, 7, 8, 9]
 INTS = [

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LoRARequest
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import LoRARequest, SamplingParams
+from tests.worlds.engines import greedy, run, snapshot, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -6,11 +6,10 @@ import gc
 import random
 
 import pytest
-from demo_oracle import DemoOracle
-from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
-from tiny_engine import greedy, run, tokens_of
 
 from minivllm import LLM, LoRARequest
+from tests.worlds.demo import NAMES, DemoOracle, adapter_folder, demo_base, task_prompts
+from tests.worlds.engines import greedy, run, tokens_of
 
 NUM_TOKENS = 24
 

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import LoRARequest
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 PROMPT = token_ids(13, 3)
 

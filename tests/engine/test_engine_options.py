@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from tiny_engine import OPTIONS, character_tokenizer, greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, parse_device
 from minivllm.gpu import measured_memory
 from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.worker.warm_up import profile_run
+from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer, token_ids
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.output_processor import OutputProcessor
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer, token_ids
 
 PROMPT = token_ids(9, 2)
 

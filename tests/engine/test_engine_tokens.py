@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
+
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 VARIANTS = ["llama-llama3-rope", "mistral-one-kv-head", "qwen2-tied", "qwen3-wide-heads"]
 NUM_TOKENS = 10

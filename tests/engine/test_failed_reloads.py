@@ -9,14 +9,15 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from running_ahead import run_ahead
 from safetensors.torch import load_file, save_file
-from soak_checks import check_engine
-from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
-from tiny_tokens import TokenSet, V
 
 from minivllm import LoRARequest, SamplingParams
 from minivllm.engine.core import EngineCore
+from tests.oracles.invariants import check_engine
+from tests.worlds.ahead import run_ahead
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer
+from tests.worlds.tokens import TokenSet, V
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 GOOD = ["qv", "all", "mlp", "patterns"]

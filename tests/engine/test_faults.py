@@ -4,14 +4,14 @@ import math
 from operator import attrgetter
 
 import pytest
-from soak_checks import check_engine
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from labs.kit.overlay import Todo
 from minivllm import LoRARequest, SamplingParams
 from minivllm.errors import message_of
 from minivllm.layers import sampler
 from minivllm.text.detokenizer import IncrementalDetokenizer
+from tests.oracles.invariants import check_engine
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 FAULTS = [MemoryError(), OverflowError("int too large"), KeyError("weight")]

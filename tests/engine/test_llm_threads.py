@@ -10,13 +10,13 @@ import threading
 import weakref
 
 import pytest
-from patience import PATIENCE, wait_until
-from soak_checks import check_engine, check_slot_contents
-from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from labs.kit.overlay import Todo
 from minivllm import SamplingParams
 from minivllm.errors import EngineDeadError
+from tests.oracles.invariants import check_engine, check_slot_contents
+from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
+from tests.worlds.waiting import PATIENCE, wait_until
 
 PROMPT = [5, 6, 7, 8, 9]
 LONG = 200

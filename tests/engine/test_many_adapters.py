@@ -6,7 +6,6 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-from small_engine import SmallWorld
 
 from minivllm import SamplingParams
 from minivllm.lora.request import LoRARequest
@@ -14,6 +13,7 @@ from minivllm.lora.tiers import same_event
 from minivllm.observe import recorder
 from minivllm.options.legacy import tokenizers as adapter_tokenizers
 from minivllm.options.legacy.tokenizers import AdapterTokenizers, TokenizerFile
+from tests.worlds.small import SmallWorld
 
 
 @pytest.fixture(scope="module")

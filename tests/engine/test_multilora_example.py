@@ -8,11 +8,11 @@ import gc
 
 import pytest
 import torch
-from demo_tasks import adapter_folder, demo_base
-from tiny_oracle import Oracle
 
 from minivllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from minivllm.lora.request import LoRARequest
+from tests.oracles.peft import Oracle
+from tests.worlds.demo import adapter_folder, demo_base
 
 QUESTION = (
     "[user] Write a SQL query to answer the question based on the table schema.\n\n context: CREATE TABLE "

@@ -5,12 +5,12 @@ import threading
 from operator import attrgetter
 
 import pytest
-from patience import PATIENCE
-from soak_checks import check_engine
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from labs.kit.overlay import Todo
 from minivllm.errors import EngineDeadError
+from tests.oracles.invariants import check_engine
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.waiting import PATIENCE
 
 PROMPT = [5, 6, 7, 8, 9]
 

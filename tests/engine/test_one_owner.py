@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from small_engine import SmallWorld
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.model_runner import ModelRunner
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.small import SmallWorld
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -5,12 +5,12 @@ import shutil
 import signal
 
 import pytest
-from running_ahead import run_ahead
 from safetensors.torch import load_file, save_file
-from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import LoRARequest, SamplingParams
+from tests.worlds.ahead import run_ahead
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer, token_ids
 
 LONG = token_ids(21, 3)  # five blocks and a token
 SHORT = [5, 6, 7]

@@ -3,11 +3,11 @@
 import time
 
 import pytest
-from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from minivllm import EngineArgs
 from minivllm.core.request import Request
 from minivllm.engine.parts import plain_core
+from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
 
 
 @pytest.fixture(scope="module")

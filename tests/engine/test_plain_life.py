@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import house
 import pytest
-from demo_tasks import adapter_folder, demo_base
-from life import Calls, FirstProduct
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LLM, LLMEngine, LoRARequest
 from minivllm.lora.events import LoRAEvent
+from tests.tools import house
+from tests.tools.watching import Calls, FirstProduct
+from tests.worlds.demo import adapter_folder, demo_base
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BACKEND = "loops"  # the core's own

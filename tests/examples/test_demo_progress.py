@@ -9,11 +9,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE
 from rich.console import Console
 
 from examples.demo import demo_requests, expected_steps, serve
 from examples.serve_progress import ServeProgress, approximately, say_how_long
+from tests.worlds.waiting import PATIENCE
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

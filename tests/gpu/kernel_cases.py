@@ -9,10 +9,6 @@ import itertools
 import pytest
 import torch
 import triton
-from brought_words import Brought
-from gpu import DEVICE
-from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
-from nan_guard import Guarded
 from test_layer_kernels import DEFAULT_ROPE, rms
 from test_mixed_attention_kernel import filled_buffers
 from test_paged_attention_kernels import SCALE, single_tokens
@@ -46,6 +42,19 @@ from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, wr
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.parallel.peers import adapted_norm_op as adapted_peer_norm_op
 from minivllm.parallel.peers import gather_op, norm_op, own_rows_op, packed_norm_op, sum_op
+from tests.tools.device import DEVICE
+from tests.tools.memory import (
+    Guarded,
+    assert_rows_close,
+    by_row,
+    exact_expand,
+    exact_shrink,
+    guard,
+    guarded,
+    live_part,
+    random,
+)
+from tests.worlds.peers import Brought
 
 NAN = float("nan")
 CLOSE = 3e-6  # float32, as a share of the largest value

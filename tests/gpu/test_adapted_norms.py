@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from gpu import DEVICE, compile_for_gpu
 from test_layer_kernels import rms
 from test_mixed_graphs import graphed_engine
 from test_runner_graphs import add, assert_tokens_are_right
-from tiny_engine import run, tiny_world
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -22,6 +20,8 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.tools.device import DEVICE, compile_for_gpu
+from tests.worlds.engines import run, tiny_world
 
 INNER, WIDTH, SLOTS, EPS = 48, 40, 3, 1e-3
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3}

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE, compile_for_gpu
 from test_mixed_graphs import graphed_engine
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
-from tiny_engine import run, tiny_world
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -22,6 +20,8 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.tools.device import DEVICE, compile_for_gpu
+from tests.worlds.engines import run, tiny_world
 
 WIDTH, HEADS, KV_HEADS, SIZE, SLOTS, BLOCK, SCALE = 48, 6, 2, 20, 3, 4, 0.2
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.float64: 1e-12}

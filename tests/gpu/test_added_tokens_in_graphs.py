@@ -5,15 +5,14 @@ runs again, through Triton's interpreter, on the buffers it was made for.
 """
 
 import pytest
-from gpu import DEVICE, needs_cuda
-from graphed import graph_steps
 from test_runner_graphs import Rerun, compare_with_eager, watch_replays
-from tiny_engine import greedy, run, tokens_of
-from tiny_set import AdapterSet
-from tiny_tokens import COUNTS, TokenSet, V, with_new
 
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.tools.device import DEVICE, needs_cuda
+from tests.worlds.engines import AdapterSet, greedy, run, tokens_of
+from tests.worlds.gpu import graph_steps
+from tests.worlds.tokens import COUNTS, TokenSet, V, with_new
 
 EXTRA = 5
 BIASES = {

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import DEVICE, needs_cuda
-from graphed import graph_steps
-from nan_guard import Guarded
 from test_elastic_slots import CrowdedWorld
 from test_runner_graphs import Rerun
-from tiny_engine import greedy, run, tokens_of
-from tiny_models import token_ids
-from tiny_moe import MIXTRAL, sparse_world
 
 from minivllm.config import ModelConfig, check_one_order
 from minivllm.gpu.invariant_backend import invariant_backend
@@ -27,6 +21,12 @@ from minivllm.layers.linear import ColumnParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.slots import Slots
+from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.memory import Guarded
+from tests.worlds.engines import greedy, run, tokens_of
+from tests.worlds.experts import MIXTRAL, sparse_world
+from tests.worlds.gpu import graph_steps
+from tests.worlds.models import token_ids
 
 TILES = [tiles for _, _, tiles in FASTEST]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
-from gpu import needs_cuda
-from tiny_engine import greedy, run, tokens_of
-from tiny_oracle import Oracle
 
 from minivllm import LLM, LoRARequest
+from tests.oracles.peft import Oracle
+from tests.tools.device import needs_cuda
+from tests.worlds.demo import NAMES, adapter_folder, demo_base, task_prompts
+from tests.worlds.engines import greedy, run, tokens_of
 
 pytestmark = needs_cuda
 

@@ -3,13 +3,13 @@
 import random
 
 import pytest
-from gpu import DEVICE
-from tiny_adapters import save_adapter
-from tiny_engine import TinyWorld, greedy, run, tokens_of
-from tiny_models import token_ids
-from tiny_moe import MIXTRAL, sparse_world
 
 from minivllm.economics import slot_memory
+from tests.tools.device import DEVICE
+from tests.worlds.adapters import save_adapter
+from tests.worlds.engines import TinyWorld, greedy, run, tokens_of
+from tests.worlds.experts import MIXTRAL, sparse_world
+from tests.worlds.models import token_ids
 
 SEED = 5
 REQUESTS = 60 if DEVICE == "cpu" else 500  # of the soak

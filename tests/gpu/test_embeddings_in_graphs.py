@@ -6,15 +6,15 @@ Triton's interpreter, on the buffers it was made for. The oracle is transformers
 """
 
 import pytest
-from gpu import DEVICE
-from graphed import graph_steps
 from test_runner_graphs import Rerun, watch_replays
-from tiny_adapters import change_json, save_adapter, save_base, stretch_positions
-from tiny_engine import OPTIONS, greedy, run, tokens_of
-from tiny_models import token_ids
-from tiny_oracle import Oracle
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
+from tests.oracles.peft import Oracle
+from tests.tools.device import DEVICE
+from tests.worlds.adapters import change_json, save_adapter
+from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
+from tests.worlds.gpu import graph_steps
+from tests.worlds.models import save_base, stretch_positions, token_ids
 
 # The first three differ in what of the embeddings they adapt; "long" was trained at twice the context.
 ADAPTERS = {

@@ -4,11 +4,11 @@ Without a GPU slots are written by the same kernel, through Triton's interpreter
 """
 
 import pytest
-from gpu import DEVICE
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm.core.output import ADAPTER_COPY
 from minivllm.gpu import make_slot_writer
+from tests.tools.device import DEVICE
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -6,7 +6,6 @@ memory before the first page as behind it.
 
 import pytest
 import torch
-from gpu import DEVICE
 
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
@@ -19,6 +18,7 @@ from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.kernels.write_pages_op import write_pages
 from minivllm.gpu.sgmv.lora_kernel_metadata import tiles_of
+from tests.tools.device import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is taken when it is asked for")
 FAR = 2**31  # elements

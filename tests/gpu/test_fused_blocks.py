@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE
-from tiny_models import PagedRequests, reference_logits, token_ids, transformers_model
 
 from minivllm.config import LoRAConfig
 from minivllm.gpu.fused import FusedLlamaModel, fuse
@@ -12,6 +10,9 @@ from minivllm.lora.layers.linear import RowParallelLinearWithLoRA
 from minivllm.lora.wrapping import from_layer, replace_submodule
 from minivllm.models.llama import LlamaModel
 from minivllm.models.registry import get_model
+from tests.oracles.peft import reference_logits
+from tests.tools.device import DEVICE
+from tests.worlds.models import PagedRequests, token_ids, transformers_model
 
 VARIANTS = ["llama-llama3-rope", "qwen3-wide-heads", "mixtral"]
 STEPS = [[(0, 5), (1, 1)], [(0, 4), (2, 9)], [(2, 5)]]

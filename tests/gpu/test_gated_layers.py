@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -13,6 +12,7 @@ from minivllm.layers.linear import MergedColumnParallelLinear
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
+from tests.tools.device import DEVICE
 
 WIDTH, INNER, RANK, SLOTS = 48, 40, 8, 3
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import kernel_cases as cases
 import pytest
 import torch
-from gpu import DEVICE
-from sanitizer import Raced, Sanitizer, Strayed
 from test_mixed_graphs import graphed_engine
 from test_paged_attention_kernels import new_memory_is_nan
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
-from tiny_engine import run, tiny_world
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import minivllm
 from minivllm.gpu.pages.slots import PagedSlots
+from tests.tools.device import DEVICE
+from tests.tools.sanitizer import Raced, Sanitizer, Strayed
+from tests.worlds.engines import run, tiny_world
 
 __all__ = ["new_memory_is_nan"]
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE
-from nan_guard import Guarded
 
 from minivllm.gpu.fused import FusedRMSNorm, FusedSiluAndMul
 from minivllm.gpu.kernels.activation import silu_and_mul
@@ -12,6 +10,8 @@ from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
+from tests.tools.device import DEVICE
+from tests.tools.memory import Guarded
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What one rounding of the result may cost, relative to the largest element, and float32 arithmetic before it.

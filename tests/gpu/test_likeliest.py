@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE
 
 from minivllm.gpu.kernels.likeliest import keep_likeliest
+from tests.tools.device import DEVICE
 
 DTYPES = [torch.float16, torch.float32, torch.float64]  # bfloat16 where the interpreter does not compute it
 if DEVICE == "cuda":

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu import needs_cuda
 
 from labs.kit.regions import ROOT
 from minivllm import EngineArgs, LLMEngine, LoRARequest
@@ -17,6 +16,7 @@ from minivllm.economics import slot_memory, weight_bytes
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import get_model
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from tests.tools.device import needs_cuda
 
 pytestmark = needs_cuda
 

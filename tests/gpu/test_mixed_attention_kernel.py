@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE
-from nan_guard import Guarded
 from test_paged_attention_kernels import ERRORS, SCALE, Batch, assert_close, new_memory_is_nan
 
 from minivllm.gpu.fused import blocks
 from minivllm.gpu.kernels.attention import paged_attention
 from minivllm.gpu.step_buffers import StepBuffers, StepShape
 from minivllm.layers.attention import Attention
+from tests.tools.device import DEVICE
+from tests.tools.memory import Guarded
 
 __all__ = ["new_memory_is_nan"]
 

@@ -7,11 +7,7 @@ import itertools
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda, no_waiting
-from graphed import graph_steps
 from test_runner_graphs import MIXED, Rerun, add, assert_tokens_are_right
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.assembly import make_scheduler, parts_of
@@ -19,6 +15,10 @@ from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
 from minivllm.gpu import cuda_graphs
 from minivllm.gpu.cuda_graphs import mixed_sizes
+from tests.tools.device import DEVICE, needs_cuda, no_waiting
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.gpu import graph_steps
+from tests.worlds.models import token_ids
 
 
 @pytest.fixture

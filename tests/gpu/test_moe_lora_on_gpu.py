@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda, no_waiting
-from rows import assert_rows_equal
-from tiny_engine import greedy, run, tokens_of
-from tiny_models import token_ids
-from tiny_moe import MIXTRAL, QWEN, SparseWorld, sparse_world
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -14,6 +9,11 @@ from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.vllm.utils import from_layer
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.device import DEVICE, needs_cuda, no_waiting
+from tests.worlds.engines import greedy, run, tokens_of
+from tests.worlds.experts import MIXTRAL, QWEN, SparseWorld, sparse_world
+from tests.worlds.models import token_ids
 
 EXPERTS, TOP_K, SLOTS, RANK = 13, 3, 4, 16
 TOKENS = [1, 33, 700]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda, no_waiting
-from tiny_engine import OPTIONS, greedy, run, tokens_of
-from tiny_models import token_ids, transformers_model
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.layers.fused_moe import FusedMoE, product_by_expert
 from minivllm.worker.model_runner import NO_GRAPHS, ModelRunner
+from tests.tools.device import DEVICE, needs_cuda, no_waiting
+from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
+from tests.worlds.models import token_ids, transformers_model
 
 NUM_EXPERTS = 13
 
@@ -99,7 +99,7 @@ def test_other_dtypes_read_the_counts_alone():
 
 
 def engine_of(folder, variant, **options):
-    """An engine without LoRA on one of tiny_models.VARIANTS, whose heads flash attention takes."""
+    """An engine without LoRA on one of worlds.models.VARIANTS, whose heads flash attention takes."""
     transformers_model(variant, hidden_size=64).save_pretrained(folder)
     options = {**OPTIONS, "enable_lora": False, "device": DEVICE, "block_size": 16, **options}
     return LLMEngine(EngineArgs(model=str(folder), **options).create_engine_config(), None, warm_up=False)

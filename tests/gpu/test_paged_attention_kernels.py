@@ -5,14 +5,14 @@ import functools
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
-from nan_guard import Guarded
 
 from minivllm.gpu.fused.blocks import attend
 from minivllm.gpu.kernels import attention as kernels
 from minivllm.gpu.kernels.attention import num_splits, paged_attention
 from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention
+from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.memory import Guarded
 
 SCALE = 0.2
 ERRORS = {torch.float32: 3e-6, torch.float16: 3e-3}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE
 
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
@@ -18,6 +17,7 @@ from minivllm.gpu.kernels.paged_tuning import (
 from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.kernels.write_pages_op import write_pages
 from minivllm.gpu.sgmv import LoRAKernelMeta
+from tests.tools.device import DEVICE
 
 # Float64 is what a CPU's tests compute in, never a GPU's engine.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float64]

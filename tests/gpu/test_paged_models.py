@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
-from tiny_models import (
-    VARIANTS,
-    PagedRequests,
-    every_expert,
-    reference_logits,
-    token_ids,
-    transformers_model,
-)
 
 from minivllm.gpu.fused import fuse
 from minivllm.models.registry import get_model
+from tests.oracles.peft import reference_logits
+from tests.tools.device import DEVICE, needs_cuda
+from tests.worlds.models import VARIANTS, PagedRequests, every_expert, token_ids, transformers_model
 
 LENGTHS = [40, 7, 21]
 STEPS = {

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
-from gpu import DEVICE, needs_cuda
-from quantized import dequantized_oracle, quantized_names, quantized_oracle, stored_bytes
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids, transformers_model
 
 from minivllm import LLM, LoRARequest
 from minivllm.gpu.pages.backend import PagedBackend
 from minivllm.models.registry import get_model
+from tests.oracles.peft import dequantized_oracle, quantized_names, quantized_oracle, stored_bytes
+from tests.tools.device import DEVICE, needs_cuda
+from tests.worlds.demo import NAMES, adapter_folder, demo_base, task_prompts
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids, transformers_model
 
 pytest.importorskip("torchao")
 

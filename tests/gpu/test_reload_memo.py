@@ -4,8 +4,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from gpu import DEVICE
-from tiny_engine import LoRARequest, greedy, run, tiny_world
+
+from minivllm import LoRARequest
+from tests.tools.device import DEVICE
+from tests.worlds.engines import greedy, run, tiny_world
 
 
 @pytest.mark.parametrize("backend", ["triton", "paged"])

@@ -5,14 +5,14 @@ Without a GPU a "captured" step just runs again, through Triton's interpreter, o
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
-from graphed import graph_steps
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.gpu.cuda_graphs import capture_sizes
 from minivllm.gpu.step_graphs import NO_ADAPTERS
+from tests.tools.device import DEVICE, needs_cuda
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.gpu import graph_steps
+from tests.worlds.models import token_ids
 
 
 class Rerun:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from gpu import needs_cuda
-from running_ahead import WISHES
-from tiny_engine import run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Sampler, make_generator
+from tests.tools.device import needs_cuda
+from tests.worlds.ahead import WISHES
+from tests.worlds.engines import run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 
 @pytest.fixture

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
-from running_ahead import with_lookahead
 from test_mixed_graphs import graphed_engine
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.gpu.kernels.stand_ins import fill_in
+from tests.tools.device import DEVICE, needs_cuda
+from tests.worlds.ahead import with_lookahead
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from gpu import DEVICE
 
 from minivllm.gpu.step_buffers import StepBuffers, StepShape
+from tests.tools.device import DEVICE
 
 BLOCK_SIZE = 4
 

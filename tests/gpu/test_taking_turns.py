@@ -3,7 +3,8 @@
 import fcntl
 
 import pytest
-from gpu import taking_turns
+
+from tests.tools.device import taking_turns
 
 
 @pytest.fixture

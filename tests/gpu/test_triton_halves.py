@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE
-from lockstep import in_lockstep
-from sanitizer import Sanitizer
 from test_paged_attention_kernels import new_memory_is_nan
 
 from minivllm.config import LoRAConfig
@@ -14,6 +11,9 @@ from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.utils import from_layer
+from tests.tools.device import DEVICE
+from tests.tools.sanitizer import Sanitizer
+from tests.worlds.ranks import in_lockstep
 
 __all__ = ["new_memory_is_nan"]
 

@@ -136,7 +136,7 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
     os.chdir(root)
     sys.path.insert(0, str(root))
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("labs", "minivllm")]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("labs", "minivllm", "tests")]:
         del sys.modules[name]
     here = environment(root, labs)
     os.environ.clear()

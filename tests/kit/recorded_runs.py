@@ -14,7 +14,7 @@ from labs.kit.overlay import Overlay, Source
 PROGRAM = """
 import sys
 sys.path[:0] = {paths!r}
-from tiny_engine import TinyWorld, greedy
+from tests.worlds.engines import TinyWorld, greedy
 from pathlib import Path
 
 world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
@@ -36,7 +36,7 @@ ONE_BY_ONE = """
 import sys
 sys.path[:0] = {paths!r}
 import asyncio
-from tiny_engine import TinyWorld, greedy
+from tests.worlds.engines import TinyWorld, greedy
 from pathlib import Path
 from minivllm import AsyncLLM
 
@@ -57,7 +57,7 @@ TWO_BESIDE = """
 import sys
 sys.path[:0] = {paths!r}
 import asyncio
-from tiny_engine import TinyWorld, greedy
+from tests.worlds.engines import TinyWorld, greedy
 from pathlib import Path
 from minivllm import AsyncLLM
 
@@ -82,9 +82,8 @@ for llm in llms:
 
 
 def write_program(path: Path, world: Path, program: str = PROGRAM, **options: object) -> Path:
-    """The program, for a world of `tiny_engine` in a folder."""
-    tests = Path(__file__).resolve().parents[1]
-    paths = [str(tests / name) for name in ("helpers", "models")]
+    """The program, for a `TinyWorld` in a folder."""
+    paths = [str(Path(__file__).resolve().parents[2])]
     path.write_text(program.format(paths=paths, folder=str(world), **options))
     return path
 

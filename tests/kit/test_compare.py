@@ -8,15 +8,15 @@ import random
 from functools import cache
 
 import pytest
-from browser import Tab, open_browser
 from checkout import Checkout
 from recorded_runs import ONE_BY_ONE, TWO_BESIDE, run_all, write_program
-from tiny_engine import tiny_world
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
 from labs.kit.compare import Recorded, compare, record
 from labs.kit.mutants import mutants_of
 from labs.kit.regions import LabError, read_engine
+from tests.tools.browser import Tab, open_browser
+from tests.worlds.engines import tiny_world
 
 # Exercise, mutant, and what the first step that differs is said to have: the first words, and something further on.
 MUTANTS = [

@@ -4,7 +4,6 @@ import ast
 import tomllib
 from pathlib import Path
 
-import house
 import pytest
 from checkout import Checkout
 
@@ -13,6 +12,7 @@ from labs.kit.path import TRACKS
 from labs.kit.regions import PHASES, ROOT, find_regions, read_engine, splice
 from labs.kit.sync import sync
 from labs.kit.variants import one_a_phase
+from tests.tools import house
 
 EXERCISES = read_engine()
 SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())]

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from patience import PATIENCE
+
+from tests.worlds.waiting import PATIENCE
 
 # Only once the other test is through, however busy the machine is.
 QUICK_IS_THROUGH = "    while not os.path.exists(os.path.dirname(__file__) + '/through'): pass\n"

@@ -16,10 +16,10 @@ import nbformat
 import pytest
 from checkout import Checkout, environment
 from jupyter_client import BlockingKernelClient
-from patience import PATIENCE
 
 from labs.kit import notebook, progress
 from labs.kit.regions import PHASES, LabError
+from tests.worlds.waiting import PATIENCE
 
 SERVED = "notebooks/03_cpu_punica.ipynb"
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 from checkout import Checkout, environment
-from tiny_engine import OPTIONS, TinyWorld
 
 from labs.kit.regions import ROOT
+from tests.worlds.engines import OPTIONS, TinyWorld
 
 # A module without torch, with two exercises; 6.1 has two regions.
 ADMISSION = """

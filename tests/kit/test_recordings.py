@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
-from recorded import FOLDER, RecordedOracle
-from recordings import differences, record
 from safetensors.torch import load_file, save_file
 
 from labs.kit.forks import Job, run
 from labs.kit.overlay import Source
 from labs.kit.regions import read_engine
+from tests.oracles.recorded import FOLDER, RecordedOracle
+from tests.tools.recordings import differences, record
 
 FORBIDDEN = {
     name: Source(f"{name}.py", "raise ImportError('a check waits for no oracle')")

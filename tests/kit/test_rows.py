@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rows import assert_rows_equal
+
+from tests.oracles.rows import assert_rows_equal
 
 EXPECTED = torch.arange(1.0, 25.0).reshape(3, 8)
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import LLAMA3_ROPE
 
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import (
@@ -16,6 +15,7 @@ from minivllm.layers.linear import (
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
 from minivllm.models.config import ModelArchitecture
+from tests.worlds.models import LLAMA3_ROPE
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 

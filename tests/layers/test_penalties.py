@@ -6,8 +6,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.core.request import Request
@@ -15,6 +13,8 @@ from minivllm.layers import sampler as sampler_module
 from minivllm.layers.penalties import TokenHistory, apply_penalties
 from minivllm.layers.sampler import Sampler
 from minivllm.worker.row_sampler import PendingStep
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 VOCAB = 41
 PROMPT = token_ids(11, 3)

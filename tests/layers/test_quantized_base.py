@@ -9,17 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
-from quantized import quantization_config, quantized_names, quantized_oracle, stored_bytes
-from tiny_adapters import load_oracle
-from tiny_engine import OPTIONS, greedy, run, tiny_world, tokens_of
-from tiny_models import VARIANTS, PagedRequests, token_ids, transformers_model
 from typer.testing import CliRunner
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest
 from minivllm.cli import app
 from minivllm.layers.linear import LinearBase
 from minivllm.models.registry import get_model
+from tests.oracles.peft import (
+    load_oracle,
+    quantization_config,
+    quantized_names,
+    quantized_oracle,
+    stored_bytes,
+)
+from tests.worlds.demo import NAMES, adapter_folder, demo_base, task_prompts
+from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
+from tests.worlds.models import VARIANTS, PagedRequests, token_ids, transformers_model
 
 NUM_TOKENS = 8
 LENGTHS = [23, 9, 1, 34]

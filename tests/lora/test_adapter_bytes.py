@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from allocations import allocated_by
-from tiny_adapters import save_adapter, save_base
-from tiny_engine import TinyWorld, tiny_world
 
 from minivllm import LoRARequest
 from minivllm.lora.lora_model import storage_bytes
+from tests.tools.limits import allocated_by
+from tests.worlds.adapters import save_adapter
+from tests.worlds.engines import TinyWorld, tiny_world
+from tests.worlds.models import save_base
 
 # Adapters that lie in memory in different ways: A's shared by the parts of a fused linear, B's scaled or not (what is
 # not scaled stays a piece of the file's B), experts packed into one tensor.

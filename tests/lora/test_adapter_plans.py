@@ -8,10 +8,7 @@ import threading
 
 import pytest
 import torch
-from malformed_adapters import CONFIG, WEIGHTS, configure, tensors_of
 from safetensors.torch import load_file, save_file
-from tiny_engine import tiny_world
-from tiny_set import AdapterSet
 
 from minivllm import LoRARequest
 from minivllm.gpu.page_locked import PageLockedMemory
@@ -20,6 +17,8 @@ from minivllm.lora import loading, plans
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
+from tests.worlds.engines import AdapterSet, tiny_world
+from tests.worlds.malformed_adapters import CONFIG, WEIGHTS, configure, tensors_of
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
 # Names of adapters of a tiny world whose files hold A's and B's of linears alone: all of them.

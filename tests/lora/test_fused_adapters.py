@@ -10,13 +10,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_adapters import save_adapter, save_base
-from tiny_engine import snapshot
-from tiny_models import SIZES, token_ids
-from tiny_oracle import Oracle
-from tiny_set import AdapterSet
 
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.oracles.peft import Oracle
+from tests.worlds.adapters import save_adapter
+from tests.worlds.engines import AdapterSet, snapshot
+from tests.worlds.models import SIZES, save_base, token_ids
 
 # Trained on Phi-3: one A, and one B as tall as the whole module.
 FUSED = {

@@ -7,12 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LoRARequest
 from minivllm.models import registry
 from minivllm.models.interfaces import WeightsMapper
 from minivllm.models.llama import LlamaForCausalLM
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -3,14 +3,13 @@
 import ast
 from dataclasses import replace
 
-import toy_backend
-from code_lines import code_lines
-from demo_tasks import NAMES, ROOT, adapter_folder, demo_base, task_prompts
-from tiny_engine import greedy, tokens_of
-
 from minivllm import LLM, LoRARequest, assembly, config
+from tests.oracles.toy_backend import ToyBackend
+from tests.tools.house import code_lines
+from tests.worlds.demo import NAMES, ROOT, adapter_folder, demo_base, task_prompts
+from tests.worlds.engines import greedy, tokens_of
 
-SOURCE = ROOT / "tests" / "helpers" / "toy_backend.py"
+SOURCE = ROOT / "tests" / "oracles" / "toy_backend.py"
 CONTRACT = {"torch", "minivllm.lora.backend", "minivllm.lora.slots", "minivllm.layers.linear"}
 ADAPTERS = ("sql", "json", "dates")
 
@@ -48,8 +47,8 @@ def serve(backend: str) -> list[list[int]]:
 
 
 def test_three_adapters_and_base_in_one_batch_get_their_tokens(monkeypatch):
-    def make(max_tokens: int, max_samples: int, device: object, _: object) -> toy_backend.ToyBackend:
-        return toy_backend.ToyBackend(device)
+    def make(max_tokens: int, max_samples: int, device: object, _: object) -> ToyBackend:
+        return ToyBackend(device)
 
     backends = {**assembly.LORA_EXTENSIONS.backends, "toy": make}
     monkeypatch.setattr(assembly, "LORA_EXTENSIONS", replace(assembly.LORA_EXTENSIONS, backends=backends))

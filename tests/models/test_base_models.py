@@ -3,18 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
-    VARIANTS,
-    PagedRequests,
-    every_expert,
-    reference_logits,
-    token_ids,
-    transformers_model,
-)
 
 from minivllm.layers.linear import LinearBase
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import get_model
+from tests.oracles.peft import reference_logits
+from tests.worlds.models import VARIANTS, PagedRequests, every_expert, token_ids, transformers_model
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 LENGTHS = [61, 9, 34, 1, 47]

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from tiny_engine import OPTIONS, greedy, run, tokens_of
-from tiny_models import PagedRequests, all_in_float64, reference_logits, token_ids, transformers_model
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.layers.fused_moe import FusedMoE
@@ -11,6 +9,9 @@ from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import LlamaMLP
 from minivllm.models.moe import SparseMoeBlock
 from minivllm.models.registry import get_model
+from tests.oracles.peft import all_in_float64, reference_logits
+from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
+from tests.worlds.models import PagedRequests, token_ids, transformers_model
 
 MIXTRAL, QWEN = "mixtral", "qwen3-moe-a-dense-layer"
 LENGTHS = [23, 5, 1]

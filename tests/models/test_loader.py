@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import PagedRequests, reference_logits, token_ids, transformers_model
 
 from minivllm.models.registry import get_model
+from tests.oracles.peft import reference_logits
+from tests.worlds.models import PagedRequests, token_ids, transformers_model
 
 
 @pytest.fixture

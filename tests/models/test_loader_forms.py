@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import PagedRequests, reference_logits, token_ids, transformers_model
 
 from minivllm.models.interfaces import WeightsMapper
 from minivllm.models.registry import get_model
+from tests.oracles.peft import reference_logits
+from tests.worlds.models import PagedRequests, token_ids, transformers_model
 
 MIXTRAL, QWEN, PHI3 = "mixtral", "qwen3-moe-a-dense-layer", "phi3-fused"
 # How a family calls gate, up and down of one expert.

@@ -3,8 +3,9 @@
 import random
 
 import pytest
-from small_engine import SmallWorld, write_adapter
-from tiny_engine import greedy, tokens_of
+
+from tests.worlds.engines import greedy, tokens_of
+from tests.worlds.small import SmallWorld, write_adapter
 
 
 def history(world, seed, listens):

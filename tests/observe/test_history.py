@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from small_engine import SmallWorld
-from tiny_engine import greedy, run
 
 from minivllm import LoRARequest
+from tests.worlds.engines import greedy, run
+from tests.worlds.small import SmallWorld
 
 PROMPT = [5, 6, 7, 8]
 

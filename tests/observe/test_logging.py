@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from tiny_engine import greedy, run, tiny_world
 
 from minivllm import LoRARequest
+from tests.worlds.engines import greedy, run, tiny_world
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -4,8 +4,8 @@ those of transformers + PEFT for it alone.
 
 import pytest
 import torch
-from tiny_engine import greedy
-from tiny_set import AdapterSet
+
+from tests.worlds.engines import AdapterSet, greedy
 
 TARGETS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},

@@ -7,13 +7,18 @@ from typing import ClassVar
 
 import pytest
 import torch
-from gpu import DEVICE
-from products import Products
 from safetensors.torch import load_file, save_file
-from tiny_adapters import load_oracle, save_adapter
-from tiny_engine import greedy, run, snapshot, tokens_of
-from tiny_models import all_in_float64, token_ids, transformers_model
-from tiny_moe import (
+
+from minivllm import LoRARequest
+from minivllm.models import registry
+from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
+from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from tests.oracles.peft import all_in_float64, load_oracle
+from tests.tools.device import DEVICE
+from tests.tools.watching import Products
+from tests.worlds.adapters import save_adapter
+from tests.worlds.engines import greedy, run, snapshot, tokens_of
+from tests.worlds.experts import (
     DOWN,
     GATE_UP,
     MIXTRAL,
@@ -24,11 +29,7 @@ from tiny_moe import (
     sparse_world,
     with_peft,
 )
-
-from minivllm import LoRARequest
-from minivllm.models import registry
-from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
-from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from tests.worlds.models import token_ids, transformers_model
 
 # PEFT says it of patterns for parameters, which it honours all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")

@@ -2,14 +2,10 @@
 PEFT. Threads play the processes, and plain arithmetic the kernel.
 """
 
-import lockstep
 import pytest
 import torch
 import torch.nn.functional as F
-from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
 from test_shared_adapters import LINEARS, pairs_of
-from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
-from tiny_set import AdapterSet
 
 from minivllm.gpu.fused import fuse
 from minivllm.gpu.fused.blocks import AddAndNorm, Pending
@@ -18,12 +14,17 @@ from minivllm.layers.linear import RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK
 from minivllm.models.registry import get_model
+from tests.oracles.peft import reference_logits
+from tests.worlds import ranks
+from tests.worlds.engines import AdapterSet
+from tests.worlds.models import VARIANTS, PagedRequests, token_ids, transformers_model
+from tests.worlds.ranks import assert_shared_engines_answer, engines_in_lockstep, serve
 
 MOST_ROWS = 8  # more are summed before
 PLAIN = {name: {**config, "lora_bias": False} for name, config in LINEARS.items()}
 
 
-class ThreadThatNorms(lockstep.ThreadOfMany):
+class ThreadThatNorms(ranks.ThreadOfMany):
     """Its norms sum few rows. `normed`: how many norms did; `with_adapters`: how many that added adapters, too."""
 
     normed = with_adapters = 0
@@ -46,7 +47,7 @@ class ThreadThatNorms(lockstep.ThreadOfMany):
 
 @pytest.fixture(autouse=True)
 def threads_can(monkeypatch):
-    monkeypatch.setattr(lockstep, "ThreadOfMany", ThreadThatNorms)
+    monkeypatch.setattr("tests.worlds.ranks.ThreadOfMany", ThreadThatNorms)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,7 +60,7 @@ def test_every_process_has_the_logits_of_transformers_in_steps_of_few_rows_and_o
         model = fuse(get_model(tmp_path, torch.float64, tp=tp))
         return PagedRequests(model, texts).run(steps), tp.normed
 
-    for logits, count in lockstep.in_lockstep(2, work):
+    for logits, count in ranks.in_lockstep(2, work):
         for found, reference in zip(logits, expected, strict=True):
             assert torch.allclose(found, reference, rtol=1e-9, atol=1e-9)
         # Of two layers' attention always, in the two steps that are not too large; of dense MLPs, too.
@@ -125,7 +126,7 @@ def test_few_rows_are_summed_by_the_norm_and_many_before_it():
 
     total = 2 * torch.arange(64.0).view(16, 4).double().sum(1) + 4
     expected = F.rms_norm(total, (16,), eps=1e-6)
-    for sums in lockstep.in_lockstep(2, work):
+    for sums in ranks.in_lockstep(2, work):
         for residual, normed, count in sums:
             assert count == 1 and torch.equal(residual, total.expand_as(residual))
             torch.testing.assert_close(normed, expected.expand_as(normed))

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from lockstep import in_lockstep
-from quantized import quantized_names, quantized_oracle
-from shared_engines import engines_in_lockstep, serve
-from tiny_engine import tiny_world
-from tiny_models import token_ids, transformers_model
 
 from minivllm.models.registry import get_model
+from tests.oracles.peft import quantized_names, quantized_oracle
+from tests.worlds.engines import tiny_world
+from tests.worlds.models import token_ids, transformers_model
+from tests.worlds.ranks import engines_in_lockstep, in_lockstep, serve
 
 
 @pytest.fixture(scope="module")

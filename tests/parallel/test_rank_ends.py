@@ -12,15 +12,14 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from ends import threads_end
-from patience import PATIENCE, wait_until
-from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_others, rank_pids
-from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
 from minivllm.errors import EngineDeadError
 from minivllm.parallel import other_ranks
 from minivllm.serving.engine_process import EngineProcess
+from tests.worlds.engines import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
+from tests.worlds.processes import all_end, group_is_left, is_there, kill_rank, misinform_others, rank_pids
+from tests.worlds.waiting import PATIENCE, threads_end, wait_until
 
 pytestmark = pytest.mark.nightly
 
@@ -251,7 +250,7 @@ class TestUnderAnEventLoop:
 SCRIPT = """
 import sys
 from minivllm import LLM, LoRARequest, SamplingParams
-from tiny_engine import OPTIONS
+from tests.worlds.engines import OPTIONS
 
 llm = LLM(sys.argv[1], **{**OPTIONS, "tensor_parallel_size": 2, "skip_tokenizer_init": True, "threads": 1})
 outputs = llm.generate(
@@ -287,7 +286,7 @@ def by_torchrun(script, *args):
 ENDLESS = """
 import os, sys
 from minivllm import LLM, SamplingParams
-from tiny_engine import OPTIONS
+from tests.worlds.engines import OPTIONS
 
 print("PID", os.environ["RANK"], os.getpid(), flush=True)
 llm = LLM(sys.argv[1], **{**OPTIONS, "tensor_parallel_size": 2, "skip_tokenizer_init": True, "threads": 1})

@@ -3,14 +3,14 @@
 import gc
 
 import pytest
-from patience import PATIENCE
-from rank_ends import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
-from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LoRARequest, SamplingParams
 from minivllm.errors import EngineDeadError, in_one_sentence
 from minivllm.parallel import other_ranks, shared_reading
 from minivllm.parallel.ranks import config_of, device_of
+from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
+from tests.worlds.processes import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
+from tests.worlds.waiting import PATIENCE
 
 PROMPT = [5, 6, 7, 8, 9]
 

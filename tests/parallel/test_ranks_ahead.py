@@ -4,13 +4,13 @@ Without a GPU a "captured" step just runs again, through Triton's interpreter.
 """
 
 import pytest
-from graphed_ranks import graph_all_ranks
-from rank_ends import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
-from running_ahead import WISHES
-from tiny_engine import greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
+from tests.worlds.ahead import WISHES
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.gpu import graph_all_ranks
+from tests.worlds.models import token_ids
+from tests.worlds.processes import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_loras": 4}
 

@@ -1,10 +1,10 @@
 """Engines of processes over gloo: four on a tiny model, three on the demo model, which has 9 query and 3 KV heads."""
 
 import pytest
-from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
-from tiny_engine import greedy, tiny_world, tokens_of
 
 from minivllm import LLM, EngineArgs, LoRARequest
+from tests.worlds.demo import NAMES, adapter_folder, demo_base, task_prompts
+from tests.worlds.engines import greedy, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -1,9 +1,9 @@
 """Adapters in pages on several ranks: the pages that a slot has on rank 0 are those that it has on all."""
 
 import pytest
-from tiny_engine import greedy, tiny_world, tokens_of
 
 from minivllm.gpu.pages.ledger import PageLedger, ToldPages
+from tests.worlds.engines import greedy, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -5,12 +5,12 @@ Then bits may differ, on one process as on many. A wrong key or a stale buffer w
 """
 
 import pytest
-from graphed_ranks import graph_all_ranks
-from shared_engines import engines_in_lockstep
-from tiny_engine import run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import SamplingParams
+from tests.worlds.engines import run, tiny_world, tokens_of
+from tests.worlds.gpu import graph_all_ranks
+from tests.worlds.models import token_ids
+from tests.worlds.ranks import engines_in_lockstep
 
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 

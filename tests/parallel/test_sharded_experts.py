@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
-from slot_models import manage, tiny
-from tiny_engine import OPTIONS, greedy, tokens_of
-from tiny_models import token_ids
-from tiny_moe import MIXTRAL, QWEN, sparse_world
 
 from minivllm import LLM
 from minivllm.config import LoRAConfig
@@ -18,6 +13,11 @@ from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
 from minivllm.options.experts import FusedMoEWithLoRA
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.worlds.engines import OPTIONS, greedy, tokens_of
+from tests.worlds.experts import MIXTRAL, QWEN, sparse_world
+from tests.worlds.models import token_ids
+from tests.worlds.ranks import assert_shared_engines_answer, engines_in_lockstep, serve
+from tests.worlds.slot_models import manage, tiny
 
 FULLY = {"max_loras": 3, "max_cpu_loras": 20, "fully_sharded_loras": True}
 # Of few ranks, of one part, of some experts: at four processes of two ranks each some have nothing.

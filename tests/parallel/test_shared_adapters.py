@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
-from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
-from tiny_models import token_ids
-from tiny_moe import MIXTRAL, QWEN, sparse_world
-from tiny_set import AdapterSet
-from tiny_tokens import TokenSet
+
+from tests.worlds.engines import AdapterSet
+from tests.worlds.experts import MIXTRAL, QWEN, sparse_world
+from tests.worlds.models import token_ids
+from tests.worlds.ranks import assert_shared_engines_answer, engines_in_lockstep, serve
+from tests.worlds.tokens import TokenSet
 
 LINEARS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},

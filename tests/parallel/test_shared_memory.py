@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from slot_models import large, manage, tiny
 
 from minivllm import EngineArgs
 from minivllm.assembly import LORA_EXTENSIONS
@@ -17,6 +16,7 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.worlds.slot_models import large, manage, tiny
 
 LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -114,7 +114,7 @@ def random_adapter(model, adapter_id, rank):
 
 @pytest.fixture
 def folder(tmp_path):
-    from tiny_models import transformers_model
+    from tests.worlds.models import transformers_model
 
     transformers_model("llama-llama3-rope").save_pretrained(tmp_path)
     return str(tmp_path)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from lockstep import in_lockstep
-from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
 
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS, get_model
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.oracles.peft import reference_logits
+from tests.worlds.models import VARIANTS, PagedRequests, token_ids, transformers_model
+from tests.worlds.ranks import in_lockstep
 
 TEXTS = [token_ids(n, seed=n) for n in (9, 1, 14)]
 STEPS = [[(0, 5), (1, 1)], [(0, 4), (2, 9)], [(2, 5)]]

@@ -4,7 +4,6 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from tiny_engine import greedy
 
 from minivllm import LoRARequest, SamplingParams
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
@@ -12,6 +11,7 @@ from minivllm.core.request import Request
 from minivllm.gpu.step_buffers import StepShape
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.parallel.step_messages import StepReader, StepWriter
+from tests.worlds.engines import greedy
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from collections import Counter
 from multiprocessing import Pipe
 
 import pytest
-from patience import PATIENCE, wait_until
 
 from minivllm.errors import EngineDeadError
 from minivllm.parallel import other_ranks
 from minivllm.parallel.other_ranks import OtherRanks, is_stopped
+from tests.worlds.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from lockstep import in_lockstep
 
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.worlds.ranks import in_lockstep
 
 
 def test_alone_a_process_has_all_and_hands_tensors_back_as_they_are():

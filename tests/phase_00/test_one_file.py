@@ -3,10 +3,9 @@
 import importlib
 
 import pytest
-from demo_oracle import DemoOracle
-from demo_tasks import NAMES, ROOT, adapter_folder, demo_base, task_prompts
 
 from minivllm import LLM, LoRARequest, SamplingParams
+from tests.worlds.demo import NAMES, ROOT, DemoOracle, adapter_folder, demo_base, task_prompts
 
 NUM_TOKENS = 12
 FILE = ROOT / "phases" / "00_one_file" / "multilora.py"

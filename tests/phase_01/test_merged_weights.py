@@ -6,7 +6,8 @@
 import pytest
 import torch
 from adapter_folders import load
-from recorded import FOLDER, MERGED, merged_by_peft
+
+from tests.oracles.recorded import FOLDER, MERGED, merged_by_peft
 
 FOLDERS = sorted((FOLDER / MERGED).iterdir())
 

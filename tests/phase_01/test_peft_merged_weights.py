@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapter_folders import MODEL_MODULES
-from merged_adapters import CONFIGS, PeftAdapters
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import PackedLoRALayerWeights
 from minivllm.lora.peft_helper import PEFTHelper
+from tests.oracles.merged import CONFIGS, PeftAdapters
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("peft", "transformers")]
 

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 from adapter_folders import PREFIX, Q, good_config, good_tensors, load, write, write_safetensors
-from resource_limits import Peak, TimeLimit
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -25,6 +24,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import read_weights
 from minivllm.options.target_parameters import rank_of
 from minivllm.sources import FILE_FORMATS
+from tests.tools.limits import Peak, TimeLimit
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"

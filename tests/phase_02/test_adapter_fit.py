@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from naive_punica import NaivePunica
 from torch import nn
 from toy_model import ToyModel, random_pair, toy_adapter, wrap
 
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
+from tests.oracles.backends import NaivePunica
 
 
 def adapter_of(shapes):

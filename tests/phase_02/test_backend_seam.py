@@ -6,9 +6,6 @@ one tensor for all layers, and as the last rows of a copy of the base weight.
 
 import pytest
 import torch
-from naive_punica import NaivePunica, backends
-from tiny_adapters import ADAPTERS, greedy_tokens, load_oracle, save_adapter, save_base
-from tiny_models import SIZES, PagedRequests, reference_logits, token_ids
 from toy_model import DTYPE, ToyModel, toy_adapter, wrap
 
 from minivllm.assembly import LORA_EXTENSIONS
@@ -17,6 +14,10 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.wrapping import WrappedModules
 from minivllm.models.registry import get_model
+from tests.oracles.backends import NaivePunica, backends
+from tests.oracles.peft import greedy_tokens, load_oracle, reference_logits
+from tests.worlds.adapters import ADAPTERS, save_adapter
+from tests.worlds.models import SIZES, PagedRequests, save_base, token_ids
 
 BACKENDS = list(backends(DTYPE))
 SLOT_OF = {"mlp": 0, "qv": 1, "patterns": 2, "all": 3, "base": -1}

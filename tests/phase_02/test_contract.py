@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rows import assert_rows_equal
 from test_moe_layer import MIXED, RANK, SLOTS, base_layer, batch, labels, one_by_one, random_adapter
-from tiny_set import AdapterSet
-from toy_backend import ToyBackend
 
 from minivllm import assembly
 from minivllm.config import LoRAConfig
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.utils import from_layer
+from tests.oracles.rows import assert_rows_equal
+from tests.oracles.toy_backend import ToyBackend
+from tests.worlds.engines import AdapterSet
 
 ADAPTERS = {
     "all": {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"},

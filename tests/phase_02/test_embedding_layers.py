@@ -6,11 +6,6 @@ reads a slot that is not a row's own shows it.
 
 import pytest
 import torch
-from gpu import DEVICE
-from lockstep import in_lockstep
-from naive_punica import NaivePunica
-from new_tensors import NewTensors
-from rows import assert_rows_equal
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
@@ -18,6 +13,11 @@ from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.vllm.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from minivllm.vllm.punica_selector import get_punica_wrapper
+from tests.oracles.backends import NaivePunica
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.device import DEVICE
+from tests.tools.watching import NewTensors
+from tests.worlds.ranks import in_lockstep
 
 VOCAB, HIDDEN, RANK, SLOTS = 23, 12, 5, 5
 BROKEN = 0  # where a base row's -1 ends up when it is clamped

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE
-from rows import assert_rows_equal
-from scattered_slots import ScatteredSlots
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.device import DEVICE
+from tests.tools.memory import ScatteredSlots
 
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 20, 5, 3
 SLOTS, RANK = 3, 6

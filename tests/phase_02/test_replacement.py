@@ -4,8 +4,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from naive_punica import NaivePunica
-from rows import assert_rows_equal
 from torch import nn
 from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
@@ -31,6 +29,8 @@ from minivllm.vllm.layers import (
     VocabParallelEmbeddingWithLoRA,
 )
 from minivllm.vllm.utils import from_layer, get_supported_lora_modules, replace_submodule
+from tests.oracles.backends import NaivePunica
+from tests.oracles.rows import assert_rows_equal
 
 CONFIG = LoRAConfig(max_lora_rank=4, max_loras=2)
 WRAPPERS = [

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from naive_punica import NaivePunica, backends
-from rows import assert_rows_equal
 from toy_model import DTYPE, HIDDEN, ToyModel, random_pair, wrap
 
 from minivllm.config import LoRAConfig
@@ -11,6 +9,8 @@ from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.vllm.utils import from_layer
+from tests.oracles.backends import NaivePunica, backends
+from tests.oracles.rows import assert_rows_equal
 
 SLOTS, RANK = 3, 6
 WIDTH = 10

@@ -8,8 +8,6 @@ import math
 
 import pytest
 import torch
-from naive_punica import NaivePunica
-from rows import assert_rows_equal
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -29,6 +27,8 @@ from minivllm.vllm.layers import (
     RowParallelLinearWithLoRA,
 )
 from minivllm.vllm.utils import from_layer
+from tests.oracles.backends import NaivePunica
+from tests.oracles.rows import assert_rows_equal
 
 WIDTH, NARROW = 24, 10
 SHAPES = {

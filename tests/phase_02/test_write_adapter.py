@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from naive_punica import NaivePunica
-from rows import assert_rows_equal
 from toy_model import (
     CHECKPOINT_SHAPES,
     DTYPE,
@@ -23,6 +21,8 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.memory_stats import slot_bytes
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.oracles.backends import NaivePunica
+from tests.oracles.rows import assert_rows_equal
 
 
 @pytest.fixture

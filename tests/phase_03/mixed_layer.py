@@ -2,8 +2,6 @@
 
 import torch
 from per_token import choose, random_tensor
-from rows import assert_rows_equal
-from scattered_slots import ScatteredSlots
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -13,6 +11,8 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.runs_backend import RunsBackend
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.memory import ScatteredSlots
 
 
 class OpByOp(RunsBackend):

@@ -1,8 +1,8 @@
 """What LoRA adds to each token, summed in float64 one number at a time; and random batches."""
 
 import torch
-from rows import assert_rows_equal
-from slot_labels import labels_of
+
+from tests.oracles.rows import assert_rows_equal, labels_of
 
 
 def shrunk(inputs, lora_a, slots, scaling):

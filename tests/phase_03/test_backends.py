@@ -3,7 +3,6 @@
 import pytest
 import torch
 from mixed_layer import MixedLayer, make_backend, make_wrapper
-from nan_guard import Guarded
 from per_token import (
     assert_columns_written,
     choose,
@@ -12,13 +11,14 @@ from per_token import (
     random_tensor,
     shrunk,
 )
-from rows import assert_rows_equal
 from torch.overrides import TorchFunctionMode
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.punica_selector import PunicaWrapperCPU, PunicaWrapperLoops, get_punica_wrapper
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.memory import Guarded
 
 VOCAB = 50
 # The first two run the product that a CPU serves with.

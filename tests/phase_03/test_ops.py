@@ -5,7 +5,6 @@ Unused slots hold NaN, and so does everything around a buffer.
 
 import pytest
 import torch
-from nan_guard import Guarded
 from per_token import (
     assert_columns_written,
     choose,
@@ -15,8 +14,6 @@ from per_token import (
     random_tensor,
     shrunk,
 )
-from rows import assert_rows_equal
-from slot_labels import labels_of
 from torch.overrides import TorchFunctionMode
 
 from minivllm.lora.ops.by_run import expand_runs, shrink_runs
@@ -28,6 +25,8 @@ from minivllm.vllm.torch_ops import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
+from tests.oracles.rows import assert_rows_equal, labels_of
+from tests.tools.memory import Guarded
 
 SIZES = [1, 2, 3, 7, 16, 33]
 CASES = range(15)

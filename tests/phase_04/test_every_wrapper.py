@@ -5,8 +5,6 @@ The wrappers for more ranks than one (`*WithShardedLoRA`) are among them: on one
 
 import pytest
 import torch
-from gpu import DEVICE
-from rows import assert_rows_equal
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import (
@@ -22,6 +20,8 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.device import DEVICE
 
 WIDTH, RANK, SLOTS = 24, 6, 4
 BACKENDS = {

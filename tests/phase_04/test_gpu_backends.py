@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gpu import DEVICE
-from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_shrink, random, random_slots
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -15,6 +13,16 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
+from tests.tools.device import DEVICE
+from tests.tools.memory import (
+    DTYPES,
+    TOLERANCE,
+    assert_rows_close,
+    exact_expand,
+    exact_shrink,
+    random,
+    random_slots,
+)
 
 SLOTS, RANK, WIDTH = 3, 8, 40
 LINEARS = {

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
-from guarded import (
+
+import minivllm.gpu.sgmv.lora_expand_op as lora_expand_op
+from minivllm.gpu.sgmv import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink, tuning
+from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.memory import (
     DTYPES,
     TOLERANCE,
     assert_rows_close,
@@ -17,9 +20,6 @@ from guarded import (
     random,
     random_slots,
 )
-
-import minivllm.gpu.sgmv.lora_expand_op as lora_expand_op
-from minivllm.gpu.sgmv import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink, tuning
 
 # tokens, slots, rank, K, widths: powers of two and anything but. The first are small, and grade.
 SMALL = [

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from gpu import compile_for_gpu
 
 import minivllm.gpu.sgmv.lora_expand_op as lora_expand_op
 import minivllm.gpu.sgmv.lora_shrink_op as lora_shrink_op
 from labs.kit.overlay import Todo, active
+from tests.tools.device import compile_for_gpu
 
 STUB = re.compile(r'static_assert\(False, "(lab \d+\.\d+: [^"]+)"')
 

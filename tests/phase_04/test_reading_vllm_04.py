@@ -1,9 +1,9 @@
 """What phases/04 asks about vLLM's grid of programs, answered by a scenario here."""
 
 import torch
-from gpu import DEVICE
 
 from minivllm.gpu.sgmv import LoRAKernelMeta
+from tests.tools.device import DEVICE
 
 ROWS, SLOTS, BLOCK = 33, 4, 16
 

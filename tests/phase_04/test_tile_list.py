@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from gpu import DEVICE
-from guarded import random_slots
 from hypothesis import given
 from hypothesis import strategies as st
-from new_tensors import NewTensors
 from torch.overrides import TorchFunctionMode
 
 from minivllm.gpu.sgmv import LoRAKernelMeta
 from minivllm.gpu.sgmv.lora_kernel_metadata import build_tiles, tile_count
+from tests.tools.device import DEVICE
+from tests.tools.memory import random_slots
+from tests.tools.watching import NewTensors
 
 BATCHES = {
     "one row": [2],

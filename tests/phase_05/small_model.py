@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from rows import assert_rows_equal
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,6 +21,7 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from tests.oracles.rows import assert_rows_equal
 
 HIDDEN, RANK = 6, 5
 # Module -> slices in order: the checkpoint's name, input width, output width.

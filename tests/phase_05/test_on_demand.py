@@ -14,10 +14,10 @@ from small_model import (
     fail_copies,
     make_worker,
 )
-from tiers_model import TwoTiers
 
 from minivllm.errors import blamed_adapter
 from minivllm.lora.mapping import LoRAMapping
+from tests.oracles.tiers import TwoTiers
 
 pytestmark = pytest.mark.lab("5.7")
 

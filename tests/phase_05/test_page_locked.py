@@ -12,10 +12,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE, wait_until
 
 from minivllm.gpu import page_locked
 from minivllm.gpu.page_locked import PageLockedMemory
+from tests.worlds.waiting import PATIENCE, wait_until
 
 
 class Driver:

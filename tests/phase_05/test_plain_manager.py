@@ -12,11 +12,11 @@ from small_model import (
     make_plain_manager,
 )
 from tier_history import History, run
-from tiers_model import TwoTiers
 from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
+from tests.oracles.tiers import TwoTiers
 
 
 def test_a_new_manager_has_empty_slots_only():

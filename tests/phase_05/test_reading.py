@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from products import Products
 from small_model import (
     HIDDEN,
     SHAPES,
@@ -19,6 +18,7 @@ from small_model import (
 from torch import nn
 
 from minivllm.lora.request import LoRARequest
+from tests.tools.watching import Products
 
 
 @pytest.fixture

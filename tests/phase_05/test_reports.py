@@ -14,10 +14,10 @@ from small_model import (
     make_worker,
     random_weights,
 )
-from tiers_model import TwoTiers
 
 from minivllm.lora.events import LoRAEvent
 from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
+from tests.oracles.tiers import TwoTiers
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
-from scattered_slots import ScatteredSlots
 from small_model import (
     RANK,
     SLICES,
@@ -24,6 +22,8 @@ from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.memory import ScatteredSlots
 
 
 def make_manager(slots=3, memory=8, backend="grouped", place=None):

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from gpu import DEVICE
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -18,6 +17,7 @@ from minivllm.layers.linear import ReplicatedLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
+from tests.tools.device import DEVICE
 
 HIDDEN, INNER, EXPERTS = 10, 14, 3
 RANK, SLOTS = 5, 2

@@ -5,7 +5,8 @@ import random
 import pytest
 from small_model import make_manager
 from tier_history import History, run
-from tiers_model import TwoTiers
+
+from tests.oracles.tiers import TwoTiers
 
 pytestmark = [
     pytest.mark.lab("5.2"),

@@ -2,7 +2,7 @@
 
 import random
 
-from scheduler_model import World
+from tests.oracles.scheduler import World
 
 
 def world_of(most, **options):

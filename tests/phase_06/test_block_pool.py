@@ -4,9 +4,9 @@ import random
 from collections import Counter
 
 import pytest
-from scheduler_model import World
 
 from minivllm.core.block_pool import NULL_BLOCK, BlockPool
+from tests.oracles.scheduler import World
 
 
 def test_the_null_block_is_never_handed_out():

@@ -6,13 +6,13 @@ The streams below keep the slots busy for ever: as one request ends, the next of
 import random
 
 import pytest
-from scheduler_model import World, lora
 
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import NO_BLOCKS
 from minivllm.core.request import Request
 from minivllm.core.request_queue import WaitingQueue
 from minivllm.sampling_params import SamplingParams
+from tests.oracles.scheduler import World, lora
 
 pytestmark = pytest.mark.lab("6.4")
 

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from scheduler_model import World
 from test_scheduler_histories import disturb, random_request, random_world
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
@@ -13,6 +12,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.lora.request import LoRARequest
 from minivllm.observe.recorder import Skip, WatchedLine, skips
 from minivllm.sampling_params import SamplingParams
+from tests.oracles.scheduler import World
 
 NUM_WAITING, NUM_ADAPTERS = 20_000, 2_000
 

@@ -3,10 +3,10 @@
 from itertools import combinations, product
 
 import pytest
-from scheduler_model import World
 
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import MAX_LORAS
+from tests.oracles.scheduler import World
 
 pytestmark = pytest.mark.lab("6.1")
 

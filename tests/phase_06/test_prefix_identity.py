@@ -5,12 +5,12 @@ from array import array
 from itertools import product
 
 import pytest
-from scheduler_model import ShownRequest, World, lora
 
 from minivllm.config import CacheConfig
 from minivllm.core.kv_cache import KVCacheManager, hash_block_tokens
 from minivllm.observe.reports import scheduler_stats
 from minivllm.sampling_params import SamplingParams
+from tests.oracles.scheduler import ShownRequest, World, lora
 
 pytestmark = pytest.mark.lab("6.5")
 

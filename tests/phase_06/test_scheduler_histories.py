@@ -7,10 +7,10 @@ first served within an adapter, and no context read that is not the request's ow
 import random
 
 import pytest
-from scheduler_model import World
 
 from minivllm.core.request import RequestStatus
 from minivllm.observe.reports import scheduler_stats
+from tests.oracles.scheduler import World
 
 NUM_ADAPTERS = 5
 

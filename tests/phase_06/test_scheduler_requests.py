@@ -1,13 +1,13 @@
 """Requests come, stop, are refused, aborted, or belong to a step that is dropped."""
 
 import pytest
-from scheduler_model import World, lora
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.observe.reports import scheduler_stats
 from minivllm.sampling_params import SamplingParams
+from tests.oracles.scheduler import World, lora
 
 
 def one_step(scheduler, *token_ids):

@@ -1,10 +1,10 @@
 """A request whose adapter does not fit lets others pass (lab 6.2)."""
 
 import pytest
-from scheduler_model import World
 
 from minivllm.core.output import MAX_LORAS, RELOAD_PENDING
 from minivllm.observe.recorder import Skip
+from tests.oracles.scheduler import World
 
 pytestmark = pytest.mark.lab("6.2")
 

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from scheduler_model import World
 
 from minivllm.core.request import RequestStatus
+from tests.oracles.scheduler import World
 
 pytestmark = pytest.mark.lab("6.3")
 

@@ -1,10 +1,10 @@
 """An adapter comes into its slot beside a step; the requests of that step do not wait for it (lab 6.2)."""
 
 import pytest
-from scheduler_model import World
 
 from minivllm.core.output import ADAPTER_COPY, MAX_LORAS
 from minivllm.observe.recorder import Skip
+from tests.oracles.scheduler import World
 
 pytestmark = pytest.mark.lab("6.2")
 

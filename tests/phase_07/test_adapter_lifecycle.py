@@ -4,7 +4,6 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from hand_made_steps import make_request
-from small_engine import SmallWorld
 from torch import nn
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
@@ -18,6 +17,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.sampling_params import SamplingParams
+from tests.worlds.small import SmallWorld
 
 lab = pytest.mark.lab("7.5")
 

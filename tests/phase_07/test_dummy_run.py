@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from small_engine import SmallWorld
 
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from minivllm.worker.model_runner import ModelRunner
+from tests.worlds.small import SmallWorld
 
 
 @pytest.fixture

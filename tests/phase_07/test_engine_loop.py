@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from small_engine import SmallWorld, write_adapter
 
 from minivllm import LoRARequest, SamplingParams
+from tests.worlds.small import SmallWorld, write_adapter
 
 pytestmark = pytest.mark.lab("7.4")
 

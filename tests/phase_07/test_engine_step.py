@@ -5,12 +5,12 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from recorded import RecordedWorld
-from tiny_engine import character_backend, greedy, run, tokens_of
-from tiny_models import token_ids
 
 from minivllm import LoRARequest
 from minivllm.observe.trace import SlotEvent, Trace, TraceSkip
+from tests.oracles.recorded import RecordedWorld
+from tests.worlds.engines import greedy, run, tokens_of
+from tests.worlds.models import character_backend, token_ids
 
 lab = pytest.mark.lab("7.4")
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from hand_made_steps import lora, make_output, make_request
-from rows import assert_rows_equal
-from small_engine import SmallWorld
 from torch import nn
 
 import minivllm.worker.model_runner as model_runner
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.model_runner import NO_GRAPHS, Graphs, ModelRunner
 from minivllm.worker.row_sampler import PendingStep
+from tests.oracles.rows import assert_rows_equal
+from tests.worlds.small import SmallWorld
 
 pytestmark = pytest.mark.lab("7.3")
 

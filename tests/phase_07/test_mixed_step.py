@@ -3,10 +3,10 @@
 import pytest
 import torch
 from hand_made_steps import make_output, make_request
-from recorded import RecordedWorld
-from tiny_models import token_ids
 
 from minivllm.worker.input_batch import InputBatch
+from tests.oracles.recorded import RecordedWorld
+from tests.worlds.models import token_ids
 
 lab = pytest.mark.lab("7.3")
 

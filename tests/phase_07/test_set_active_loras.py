@@ -5,11 +5,11 @@ from copy import copy
 import numpy as np
 import pytest
 from hand_made_steps import lora, make_output, make_request
-from rows import assert_rows_equal
-from small_engine import SmallWorld
 
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.input_batch import InputBatch
+from tests.oracles.rows import assert_rows_equal
+from tests.worlds.small import SmallWorld
 
 lab = pytest.mark.lab("7.2")
 

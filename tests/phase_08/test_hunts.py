@@ -327,7 +327,7 @@ def test_a_test_of_kernels_runs_by_hand_as_the_hunt_says(checkout):
     path = checkout.root / "labs" / PHASE / "test_by_hand.py"
     path.write_text(
         "from minivllm.gpu.sgmv.lora_shrink_op import shrink\n"
-        "import torch\nfrom hunting import SmallLinear\n\npytest_plugins = 'hunt_world'\n\n"
+        "import torch\nfrom tests.worlds.hunts import SmallLinear\n\npytest_plugins = 'tests.worlds.hunts'\n\n"
         "def test_rows():\n"
         "    layer = SmallLinear(backend='triton', dtype=torch.float32)\n"
         "    x = torch.ones(3, 16)\n"

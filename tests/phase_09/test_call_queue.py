@@ -5,11 +5,11 @@ import threading
 from concurrent.futures import CancelledError, Future
 
 import pytest
-from patience import ends
 
 from labs.kit.overlay import Todo
 from minivllm.errors import EngineDeadError
 from minivllm.serving.call_queue import CallQueue
+from tests.worlds.waiting import ends
 
 pytestmark = pytest.mark.lab("9.1")
 

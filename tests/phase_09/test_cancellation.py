@@ -7,9 +7,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 import pytest
-import virtual_time
-from patience import PATIENCE
-from small_engine import SmallWorld
 
 from minivllm import AsyncLLM, SamplingParams
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
@@ -17,6 +14,9 @@ from minivllm.errors import EngineDeadError
 from minivllm.serving.cancellation import listen, unless_gone
 from minivllm.serving.client import EngineClient
 from minivllm.serving.streams import output_stream, wake
+from tests.worlds import virtual_time
+from tests.worlds.small import SmallWorld
+from tests.worlds.waiting import PATIENCE
 
 pytestmark = pytest.mark.lab("9.3")
 

@@ -3,9 +3,6 @@
 import asyncio
 
 import pytest
-import virtual_time
-from patience import PATIENCE
-from small_engine import SmallWorld, write_adapter
 
 from minivllm import AsyncLLM, SamplingParams
 from minivllm.lora.request import LoRARequest
@@ -15,6 +12,9 @@ from minivllm.server.names import ModelNames
 from minivllm.server.protocol import LoadAdapterRequest
 from minivllm.server.settings import ServerSettings
 from minivllm.sources.resolver import stable_id
+from tests.worlds import virtual_time
+from tests.worlds.small import SmallWorld, write_adapter
+from tests.worlds.waiting import PATIENCE
 
 pytestmark = pytest.mark.lab("9.4")
 

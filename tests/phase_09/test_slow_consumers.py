@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
-import virtual_time
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.errors import EngineDeadError
 from minivllm.serving.streams import Stream, merged, wake
+from tests.worlds import virtual_time
 
 pytestmark = pytest.mark.lab("9.2")
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from lockstep import in_lockstep
-from toy_backend import ToyBackend
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import (
@@ -14,6 +12,8 @@ from minivllm.layers.linear import (
 )
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.vllm.utils import from_layer
+from tests.oracles.toy_backend import ToyBackend
+from tests.worlds.ranks import in_lockstep
 
 pytestmark = pytest.mark.lab("11.2")
 

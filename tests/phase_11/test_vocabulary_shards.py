@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from lockstep import in_lockstep
 
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.worlds.ranks import in_lockstep
 
 pytestmark = pytest.mark.lab("11.3")
 

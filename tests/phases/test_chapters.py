@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import vllm_names
-from vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_name, pages, parts_of
 
 from labs.kit.regions import PHASES, read_engine
+from tests.tools import vllm_names
+from tests.tools.vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_name, pages, parts_of
 
 # Phase 00 is a file to read: it has an exercise, and neither a notebook nor a way through vLLM's source.
 CHAPTERS = [path for path in sorted(ROOT.glob("phases/*/README.md")) if path.parent.name != "00_one_file"]

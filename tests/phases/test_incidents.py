@@ -5,7 +5,8 @@ import re
 import tomllib
 
 import pytest
-from vllm_names import ROOT
+
+from tests.tools.vllm_names import ROOT
 
 PAGE = (ROOT / "docs" / "incidents.md").read_text()
 TEST = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")

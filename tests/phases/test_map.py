@@ -8,8 +8,9 @@ import re
 from inspect import getsource, ismodule
 
 import pytest
-import vllm_names
-from vllm_names import IN_BACKTICKS, PATH, ROOT, looks_like_a_name
+
+from tests.tools import vllm_names
+from tests.tools.vllm_names import IN_BACKTICKS, PATH, ROOT, looks_like_a_name
 
 VLLM = json.loads(vllm_names.FILE.read_text())
 

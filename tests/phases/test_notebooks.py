@@ -4,7 +4,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from notebooks import execute, execute_again, has_picture, text_of
+
+from tests.tools.notebooks import execute, execute_again, has_picture, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = [ROOT / "docs" / "economics.ipynb", *sorted(ROOT.glob("phases/*/walkthrough.ipynb"))]

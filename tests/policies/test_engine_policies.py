@@ -1,10 +1,10 @@
 """An engine goes by the policies that its options name: who is kept and who goes first changes, and no token does."""
 
 import pytest
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm.config import EVICTION_POLICIES, SCHEDULING_POLICIES
 from minivllm.policies import keeping, scheduling
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from small import config, fleet, traffic
 
 from minivllm.policies import keeping, scheduling
 from minivllm.policies.keeping import GreedyDualSizeFrequency, LeastFrequentlyUsed, LeastRecentlyUsed
@@ -12,6 +11,7 @@ from minivllm.policies.replay import belady_hits, hits
 from minivllm.policies.routing import AdapterAffine, least_loaded
 from minivllm.policies.scheduling import BoundedOvertaking
 from minivllm.simulate.traffic import Arrival, zipf_shares
+from tests.worlds.fleets import config, fleet, traffic
 
 
 def most_hits(uses, capacity, held=frozenset()):

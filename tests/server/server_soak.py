@@ -25,16 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [
-        str(Path(__file__).resolve().parents[1] / name) for name in ("helpers", "models", "server")
-    ]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from patience import PATIENCE, wait_until
 from server_soak_world import MOST_TOKENS, PROMPTS, SoakWorld
-from tiny_server import BASE_NAME, serving
 
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
+from tests.worlds.servers import BASE_NAME, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 ENGINE = {"max_loras": 4, "max_cpu_loras": 12, "max_num_seqs": 24, "num_kv_blocks": 400}
 HTTP = (

@@ -5,15 +5,16 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from far_engine import FAR_CALLS
 from safetensors.torch import load_file, save_file
-from tiny_adapters import ADAPTERS, save_adapter, save_base
-from tiny_engine import make_engine
-from tiny_oracle import Oracle
-from tiny_server import tokenizer_with_template
 
 from minivllm import LLMEngine
 from minivllm.serving.engine_process import EngineProcess
+from tests.oracles.peft import Oracle
+from tests.worlds.adapters import ADAPTERS, save_adapter
+from tests.worlds.engines import make_engine
+from tests.worlds.models import save_base
+from tests.worlds.processes import FAR_CALLS
+from tests.worlds.servers import tokenizer_with_template
 
 PROMPTS = ("a", "tell me", "once upon a time")
 MOST_TOKENS = 16

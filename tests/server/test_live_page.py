@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 import httpx
 import pytest
-from browser import SCREENS, Tab, open_browser
-from patience import PATIENCE, wait_until
-from tiny_engine import tiny_world
-from tiny_server import BASE_NAME, Answers, held_up, serving
 
 from minivllm.observe.page import build_page, run_of
 from minivllm.server import run
 from minivllm.server.live import latencies, live_page, message
+from tests.tools.browser import SCREENS, Tab, open_browser
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import BASE_NAME, Answers, held_up, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 ASK = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}

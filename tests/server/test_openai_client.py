@@ -7,8 +7,9 @@ import re
 
 import pytest
 from openai import AsyncOpenAI, NotFoundError
-from tiny_engine import tiny_world
-from tiny_server import BASE_NAME, Answers, client_of, serving
+
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import BASE_NAME, Answers, client_of, serving
 
 NAMES = ("qv", "all", "mlp", "patterns")
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}

@@ -11,14 +11,14 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from patience import PATIENCE, wait_until
-from tiny_adapters import ADAPTERS, save_adapter
-from tiny_engine import tiny_world
-from tiny_oracle import Oracle
-from tiny_server import BASE_NAME, Answers, client_of, held_up, serving
 
 from minivllm.server.names import ModelNames
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
+from tests.oracles.peft import Oracle
+from tests.worlds.adapters import ADAPTERS, save_adapter
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import BASE_NAME, Answers, client_of, held_up, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 

@@ -10,12 +10,12 @@ import time
 
 import httpx
 import pytest
-from far_engine import process_id, stand_still_after, wait_for
-from patience import PATIENCE, wait_until
-from tiny_engine import tiny_world
-from tiny_server import Answers, client_of, held_up, serving
 
 from minivllm.serving.async_llm import AsyncLLM
+from tests.worlds.engines import tiny_world
+from tests.worlds.processes import process_id, stand_still_after, wait_for
+from tests.worlds.servers import Answers, client_of, held_up, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 

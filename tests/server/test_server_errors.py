@@ -7,11 +7,11 @@ import threading
 
 import httpx
 import pytest
-from patience import PATIENCE
-from tiny_engine import tiny_world
-from tiny_server import BASE_NAME, serving
 
 from minivllm.server.errors import encode
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import BASE_NAME, serving
+from tests.worlds.waiting import PATIENCE
 
 COMPLETION = {"model": "qv", "prompt": "fine", "max_tokens": 2, "temperature": 0}
 JSON = {"content-type": "application/json"}

@@ -6,9 +6,10 @@ import socket
 
 import openai
 import pytest
-from patience import PATIENCE, wait_until
-from tiny_engine import tiny_world
-from tiny_server import Answers, client_of, serving
+
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import Answers, client_of, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 BODY = {"model": "qv", "prompt": "whole", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 GARBAGE = [

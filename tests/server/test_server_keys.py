@@ -5,13 +5,13 @@ import shutil
 
 import httpx
 import pytest
-from patience import PATIENCE
-from tiny_engine import tiny_world
-from tiny_server import BASE_NAME, serving
 
 from minivllm.server import keys
 from minivllm.server.app import ROUTES as SERVED
 from minivllm.server.settings import ServerSettings
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import BASE_NAME, serving
+from tests.worlds.waiting import PATIENCE
 
 ASK = {"prompt": "x", "max_tokens": 1}
 KEYS = {"api_keys": ("master", "master-2"), "adapter_keys": {"qv": "only-qv", "all": "only-all"}}

@@ -12,14 +12,14 @@ import time
 import httpx
 import pytest
 import uvicorn
-from patience import PATIENCE, wait_until
-from tiny_engine import tiny_world
-from tiny_server import held_up, serving
 from uvicorn.server import ServerState
 
 from minivllm.commands.serve import allowed_hosts
 from minivllm.server.connection import BufferForHTTP10, LimitedConnection
 from minivllm.server.settings import ServerSettings
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import held_up, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 ASK = {"model": "qv", "prompt": "x", "max_tokens": 2, "temperature": 0}
 LIMITS = {

@@ -7,15 +7,15 @@ import threading
 
 import httpx
 import pytest
-from far_engine import hold_after
-from patience import PATIENCE, wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_engine import greedy, tiny_world
-from tiny_server import BASE_NAME, client_of, serving
 
 from minivllm.server.access_log import Record
 from minivllm.server.engine_metrics import EngineCollector, EngineSnapshot
 from minivllm.server.metrics import OTHER, ServerMetrics
+from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.processes import hold_after
+from tests.worlds.servers import BASE_NAME, client_of, serving
+from tests.worlds.waiting import PATIENCE, wait_until
 
 NAMES = ("qv", "all", "mlp", "patterns")
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}

@@ -6,10 +6,11 @@ import signal
 
 import httpx
 import pytest
-from far_engine import hold_after, process_id
-from patience import PATIENCE
-from tiny_engine import tiny_world
-from tiny_server import Answers, client_of, serving
+
+from tests.worlds.engines import tiny_world
+from tests.worlds.processes import hold_after, process_id
+from tests.worlds.servers import Answers, client_of, serving
+from tests.worlds.waiting import PATIENCE
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 

@@ -3,12 +3,12 @@
 import hypothesis
 import pytest
 import schemathesis
-from patience import PATIENCE
 from schemathesis.checks import not_a_server_error
-from tiny_engine import tiny_world
-from tiny_server import client_of, serving
 
 from minivllm.assembly import LLMEngine
+from tests.worlds.engines import tiny_world
+from tests.worlds.servers import client_of, serving
+from tests.worlds.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")

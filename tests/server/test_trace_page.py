@@ -6,14 +6,14 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
-from browser import SCREENS, Tab, open_browser
-from tiny_engine import greedy, run, tiny_world
 
 from minivllm.commands.trace_page import run_trace_page
 from minivllm.observe.page import build_page, run_of
 from minivllm.observe.palette import adapter_colours
 from minivllm.observe.recorder import room
 from minivllm.observe.trace import SlotEvent, StepRecord, TraceRow, TraceSkip
+from tests.tools.browser import SCREENS, Tab, open_browser
+from tests.worlds.engines import greedy, run, tiny_world
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

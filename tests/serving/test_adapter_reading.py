@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ends import threads_end
-from patience import PATIENCE, until
-from soak_checks import check_engine, check_slot_contents
-from tiny_adapters import ADAPTERS, save_adapter
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, LoRARequest
 from minivllm.errors import EngineDeadError
 from minivllm.observe.reports import AdapterState, state_of
+from tests.oracles.invariants import check_engine, check_slot_contents
+from tests.worlds.adapters import ADAPTERS, save_adapter
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.waiting import PATIENCE, threads_end, until
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -7,12 +7,11 @@ import threading
 from collections import Counter
 
 import pytest
-from ends import threads_end
-from far_engine import check_is_empty, check_slots, open_requests
-from patience import some_turns, until
-from tiny_engine import greedy, tiny_world
 
 from minivllm import AsyncLLM
+from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.processes import check_is_empty, check_slots, open_requests
+from tests.worlds.waiting import some_turns, threads_end, until
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 20, 21], [30, 31, 32]]
 LENGTH = 24

@@ -7,11 +7,6 @@ import threading
 import time
 
 import pytest
-from ends import threads_end
-from far_engine import check_is_empty, hold_after, open_requests, steps_taken, wait_for
-from patience import PATIENCE, some_turns, until
-from soak_checks import check_engine
-from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
 from labs.kit.overlay import Todo
 from minivllm import AsyncLLM, LLMEngine, SamplingParams
@@ -19,6 +14,11 @@ from minivllm.errors import EngineDeadError
 from minivllm.serving.async_llm import Draining, QueueFull
 from minivllm.serving.calls import step_records
 from minivllm.serving.streams import Stream, wake
+from tests.oracles.invariants import check_engine
+from tests.worlds.engines import greedy, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer
+from tests.worlds.processes import check_is_empty, hold_after, open_requests, steps_taken, wait_for
+from tests.worlds.waiting import PATIENCE, some_turns, threads_end, until
 
 PROMPT = [5, 6, 7, 8, 9]
 

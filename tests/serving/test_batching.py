@@ -5,12 +5,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from patience import PATIENCE, some_turns
-from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
 from minivllm.serving import engine_process
 from minivllm.serving.batching import BatchingExecutor, call_at_end_of_iteration
+from tests.worlds.engines import greedy, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer
+from tests.worlds.waiting import PATIENCE, some_turns
 
 
 class Noting(ThreadPoolExecutor):

@@ -11,8 +11,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from ends import threads_end
-from far_engine import (
+
+from minivllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from minivllm.errors import EngineDeadError
+from minivllm.serving.calls import step_records
+from minivllm.serving.engine_process import EngineProcess
+from minivllm.sources.resolver import LoRAResolverRegistry
+from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
+from tests.worlds.models import character_tokenizer
+from tests.worlds.processes import (
     break_steps,
     check_is_empty,
     die_while_made,
@@ -24,14 +31,7 @@ from far_engine import (
     touch,
     wait_for,
 )
-from patience import PATIENCE, some_turns, until, wait_until
-from tiny_engine import OPTIONS, character_tokenizer, greedy, tiny_world, tokens_of
-
-from minivllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
-from minivllm.errors import EngineDeadError
-from minivllm.serving.calls import step_records
-from minivllm.serving.engine_process import EngineProcess
-from minivllm.sources.resolver import LoRAResolverRegistry
+from tests.worlds.waiting import PATIENCE, some_turns, threads_end, until, wait_until
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -403,7 +403,7 @@ class TestTheEngine:
 PARENT = """
 import asyncio, sys, time
 from minivllm import AsyncLLM, EngineArgs
-from tiny_engine import OPTIONS
+from tests.worlds.engines import OPTIONS
 llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], **OPTIONS))
 print(llm._client._process.pid, flush=True)
 time.sleep(3600)

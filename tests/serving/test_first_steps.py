@@ -1,12 +1,12 @@
 """Which requests the first step of an idle engine has: on a GPU also those right behind the first one."""
 
 import pytest
-from tiny_engine import greedy, tiny_world
 
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving import engine_thread
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
+from tests.worlds.engines import greedy, tiny_world
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -1,10 +1,10 @@
 """When consumers of a GPU's engine are woken: while it computes the next step, if there is one."""
 
 import pytest
-from tiny_engine import greedy, tiny_world
 
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
+from tests.worlds.engines import greedy, tiny_world
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from small import fleet
-from tiny_engine import greedy, tiny_world
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.policies import scheduling
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica import ReplicaConfig
 from minivllm.simulate.traffic import Arrival
+from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.fleets import fleet
 
 BLOCK, BLOCKS = 4, 60
 RANKS = (4, 8, 3, 12)  # of the tiny adapters

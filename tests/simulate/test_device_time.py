@@ -1,12 +1,12 @@
 """A device beside its host: steps and copies in order, one step ahead, and adapters in pages."""
 
 import pytest
-from small import config, fleet
 
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.device_time import DeviceTime
 from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.traffic import Arrival
+from tests.worlds.fleets import config, fleet
 
 # The host takes a quarter of a second to launch, the device a second to compute.
 COST = CostModel({"steps": 1.0}, launch_s=0.25, graph_tokens=64)

@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from small import config, fleet
 
 from minivllm.commands.simulate import load_cost, ranks_of
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, with_sessions
+from tests.worlds.fleets import config, fleet
 
 ROOM_FOR_ONE = config(slots=4, memory=6, blocks=9, elastic=Elastic(2, 10))
 FEW_PAGES = config(slots=4, memory=6, blocks=9, elastic=Elastic(4, 10))

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from small import config, fleet, traffic
 
 from minivllm.simulate import traffic as made
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival
+from tests.worlds.fleets import config, fleet, traffic
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from small import config
 
 from minivllm.serving.read_policy import LOADING
 from minivllm.simulate.adapters import RecordedWorker
 from minivllm.simulate.reader import Reader
+from tests.worlds.fleets import config
 
 REQUESTS = [SimpleNamespace(adapter_id=adapter_id) for adapter_id in range(7)]
 

@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-from small import COST, config, fleet, traffic
 
 from minivllm.policies import prefetching, routing, scheduling
 from minivllm.policies.keeping import POLICIES as KEEPING
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival
+from tests.worlds.fleets import COST, config, fleet, traffic
 
 MIB = 2**20
 

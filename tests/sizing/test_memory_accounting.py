@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from allocations import live_bytes
-from tiny_engine import tiny_world
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.assembly import LORA_EXTENSIONS
@@ -15,6 +13,8 @@ from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.sizing.slot_memory import room_for_slots
 from minivllm.worker.model_runner import ModelRunner
+from tests.tools.limits import live_bytes
+from tests.worlds.engines import tiny_world
 
 OPTIONS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "block_size": 4, "warm_up": False}
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from allocations import allocated_by, live_bytes
-from slot_models import base_model, large, manage, tiny
 
 from minivllm.config import LoRAConfig
 from minivllm.economics import adapted_layers, slot_memory
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.tools.limits import allocated_by, live_bytes
+from tests.worlds.slot_models import base_model, large, manage, tiny
 
 BACKENDS = ["loops", "grouped", "triton"]
 OPTIONS = {

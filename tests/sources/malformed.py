@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("helpers", "models")]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from malformed_adapters import CONFIG, WAYS
-from resource_limits import OutOfTime, Peak, TimeLimit, limit_memory
-from tiny_engine import TinyWorld, character_tokenizer, greedy, snapshot, tokens_of
 from tqdm import tqdm
 
 from minivllm import LLMEngine, LoRARequest
+from tests.tools.limits import OutOfTime, Peak, TimeLimit, limit_memory
+from tests.worlds.engines import TinyWorld, greedy, snapshot, tokens_of
+from tests.worlds.malformed_adapters import CONFIG, WAYS
+from tests.worlds.models import character_tokenizer
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 BATCH = {"base": None, "first": "qv", "second": "all"}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LoRARequest
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -18,10 +18,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from tiny_engine import OPTIONS, greedy, run, tiny_world, tokens_of
 
 from minivllm import LLM, LoRARequest
 from minivllm.vllm.utils import get_adapter_absolute_path
+from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
 
 ID = "somebody/sql-adapter"
 PROMPT = [5, 6, 7, 8, 9]

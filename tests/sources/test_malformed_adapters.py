@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from resource_limits import Peak, TimeLimit
 from safetensors.torch import load_file, save_file
-from tiny_engine import character_tokenizer, greedy, tiny_world
 
 from minivllm import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver
+from tests.tools.limits import Peak, TimeLimit
+from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.models import character_tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
 Q0 = "model.layers.0.self_attn.q_proj"

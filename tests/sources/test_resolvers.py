@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from tiny_engine import greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolver, LoRAResolverRegistry, stable_id
+from tests.worlds.engines import greedy, run, snapshot, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 PROMPT_DICT = {"prompt_token_ids": PROMPT}

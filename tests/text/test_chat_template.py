@@ -1,11 +1,11 @@
 """What makes a prompt of a conversation: the tokenizer's template, another one, and its variables."""
 
 import pytest
-from tiny_engine import tiny_world
 
 from minivllm import EngineArgs
 from minivllm.config import ModelConfig
 from minivllm.text.prompts import chat_prompt, load_tokenizer
+from tests.worlds.engines import tiny_world
 
 TALK = [{"role": "user", "content": "hi"}]
 LOUD = "{% for m in messages %}{{ m.content | upper }}{% endfor %}{% if add_generation_prompt %}>{% endif %}{{ mood }}"

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_engine import tiny_world
 
 import minivllm.vllm  # noqa: F401
 from minivllm.config import LoRAConfig
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.models.registry import get_model
+from tests.worlds.engines import tiny_world
 
 PATHS = {
     "config.lora": "LoRAConfig",

@@ -6,8 +6,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from gpu import DEVICE
-from rows import assert_rows_equal
 from safetensors.torch import save_file
 from torch import nn
 
@@ -27,6 +25,8 @@ from minivllm.vllm.model_manager import (
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer_logits_processor
 from minivllm.vllm.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from tests.oracles.rows import assert_rows_equal
+from tests.tools.device import DEVICE
 
 VOCAB, DTYPE = 40, torch.float64
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_engine import OPTIONS, greedy, run, tiny_world, tokens_of
-from tiny_models import token_ids
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.worker import cpu_threads as module
 from minivllm.worker.cpu_threads import CPUThreads, available_cores, set_num_threads
+from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
+from tests.worlds.models import token_ids
 
 
 class Machine:

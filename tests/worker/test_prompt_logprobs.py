@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from tiny_engine import character_tokenizer, greedy, run, tokens_of
-from tiny_models import token_ids
-from tiny_set import AdapterSet
-from tiny_tokens import COUNTS, TokenSet, V
 
 from minivllm import SamplingParams
+from tests.worlds.engines import AdapterSet, greedy, run, tokens_of
+from tests.worlds.models import character_tokenizer, token_ids
+from tests.worlds.tokens import COUNTS, TokenSet, V
 
 ADAPTERS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},

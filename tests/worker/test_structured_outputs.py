@@ -10,15 +10,15 @@ from collections import defaultdict
 
 import pytest
 import torch
-from demo_tasks import NAMES, adapter_folder, demo_base
 from jsonschema import Draft202012Validator
-from running_ahead import run_ahead
-from tiny_engine import greedy, run, tiny_world
-from tiny_models import token_ids
-from tiny_oracle import Oracle
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from minivllm.sampling_params import StructuredOutputsParams
+from tests.oracles.peft import Oracle
+from tests.worlds.ahead import run_ahead
+from tests.worlds.demo import NAMES, adapter_folder, demo_base
+from tests.worlds.engines import greedy, run, tiny_world
+from tests.worlds.models import token_ids
 
 CITIES = ["Oslo", "Ostrava", "New York", "Zürich", "new"]
 # No two begin alike: after the first token the rest is given, and has the tokens that the tokenizer gives it.

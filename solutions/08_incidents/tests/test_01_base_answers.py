@@ -1,8 +1,8 @@
 """Hunt 8.1. Base rows beside adapters in every slot, and alone."""
 
-from hunting import tokens_of
+from tests.worlds.hunts import tokens_of
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_base_answers_as_base_whoever_is_beside_it(world):

@@ -1,6 +1,6 @@
 """Hunt 8.2. One batch twice, with the slots dealt anew between."""
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_batch_that_comes_again_is_translated_with_the_slots_of_today(world):

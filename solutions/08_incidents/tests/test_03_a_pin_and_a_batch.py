@@ -1,8 +1,8 @@
 """Hunt 8.3. Two slots, one of them pinned, two other adapters at once."""
 
-from hunting import tokens_of
+from tests.worlds.hunts import tokens_of
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_pinned_slot_is_nobody_elses(world):

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_after_a_copy_that_failed_the_adapter_is_copied_again(world, monkeypatch):

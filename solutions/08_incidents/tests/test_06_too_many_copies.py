@@ -1,8 +1,8 @@
 """Hunt 8.6. Copies into slots, counted."""
 
-from hunting import tokens_of
+from tests.worlds.hunts import tokens_of
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_step_copies_only_what_was_in_no_slot(world):

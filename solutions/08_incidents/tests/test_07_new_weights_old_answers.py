@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_other_weights_compute_their_own_keys_and_values(world):

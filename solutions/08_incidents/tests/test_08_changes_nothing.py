@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 @pytest.mark.parametrize("old, new", [("q_proj", "query"), ("layers.1.", "layers.7.")])

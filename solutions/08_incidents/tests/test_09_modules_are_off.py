@@ -1,6 +1,6 @@
 """Hunt 8.9. An adapter with both patterns."""
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_module_of_a_pattern_has_its_own_rank_and_alpha(world):

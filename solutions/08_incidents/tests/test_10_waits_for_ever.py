@@ -1,8 +1,8 @@
 """Hunt 8.10. Two adapters whose requests never stop, and a third."""
 
-from hunting import greedy
+from tests.worlds.hunts import greedy
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_third_adapter_is_served_while_two_keep_coming(world):

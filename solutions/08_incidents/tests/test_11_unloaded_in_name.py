@@ -1,6 +1,6 @@
 """Hunt 8.11. Another adapter under the id of one that was unloaded."""
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_an_id_that_was_unloaded_serves_what_is_loaded_under_it_next(world):

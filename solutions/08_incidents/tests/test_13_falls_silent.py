@@ -1,7 +1,8 @@
 """Hunt 8.13. Three adapters in three slots and a base row, on the kernels."""
 
 import torch
-from hunting import SmallLinear
+
+from tests.worlds.hunts import SmallLinear
 
 
 def test_every_slot_is_served_beside_base_rows():

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_an_adapter_that_cannot_be_read_costs_nobody_a_place(world):

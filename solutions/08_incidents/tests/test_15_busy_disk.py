@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_reload_is_one_read(world):

@@ -1,8 +1,8 @@
 """Hunt 8.16. As many adapters as slots, and base."""
 
-from hunting import PROMPT, greedy
+from tests.worlds.hunts import PROMPT, greedy
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_base_joins_beside_as_many_adapters_as_slots(world):

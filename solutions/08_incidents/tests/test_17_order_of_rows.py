@@ -1,7 +1,8 @@
 """Hunt 8.17. The rows of a batch in another order."""
 
 import torch
-from hunting import SmallLinear
+
+from tests.worlds.hunts import SmallLinear
 
 
 def test_the_order_of_rows_changes_no_row():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 class Payload:

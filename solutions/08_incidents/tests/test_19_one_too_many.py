@@ -1,6 +1,6 @@
 """Hunt 8.19. A step by hand, in which one of two running requests gets no tokens."""
 
-from hunting import make_request, make_scheduler
+from tests.worlds.hunts import make_request, make_scheduler
 
 
 def test_who_runs_without_tokens_in_a_step_keeps_its_slot():

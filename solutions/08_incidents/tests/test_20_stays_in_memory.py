@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_pin_that_failed_holds_nobody_in_memory(world):

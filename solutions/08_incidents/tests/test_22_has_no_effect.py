@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 @pytest.mark.parametrize("targets", [["o_proj"], ["q_proj", "v_proj"]])

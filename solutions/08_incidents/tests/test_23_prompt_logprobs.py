@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_prompt_logprobs_are_those_of_the_adapters_own_head(world):

@@ -1,10 +1,9 @@
 """Hunt 8.25. One request with a temperature that no tensor holds, beside another."""
 
-from hunting import PROMPT, greedy, run, tokens_of
-
 from minivllm import SamplingParams
+from tests.worlds.hunts import PROMPT, greedy, run, tokens_of
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_one_requests_number_is_nobody_elses_trouble(world):

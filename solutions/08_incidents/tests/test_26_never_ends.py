@@ -1,8 +1,8 @@
 """Hunt 8.26. A pattern that re would try for years."""
 
-from hunting import TimeLimit
+from tests.worlds.hunts import TimeLimit
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_pattern_that_never_ends_is_given_up(world):

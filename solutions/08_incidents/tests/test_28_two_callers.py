@@ -1,8 +1,8 @@
 """Hunt 8.28. A second thread asks in the middle of a step."""
 
-from hunting import PROMPT, greedy, in_a_thread, run, tokens_of
+from tests.worlds.hunts import PROMPT, greedy, in_a_thread, run, tokens_of
 
-pytest_plugins = "hunt_world"
+pytest_plugins = "tests.worlds.hunts"
 
 
 def test_a_second_thread_takes_nothing_from_the_first(world, monkeypatch):

@@ -6,11 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import OPTIONS, character_tokenizer, greedy, run, snapshot, tokens_of
-from tiny_tokens import COUNTS, H, TokenSet, V, with_new
 
 from minivllm import LLM, SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.worlds.engines import OPTIONS, greedy, run, snapshot, tokens_of
+from tests.worlds.models import character_tokenizer
+from tests.worlds.tokens import COUNTS, H, TokenSet, V, with_new
 
 EXTRA = 4  # more than any adapter adds
 VARIANTS = ["llama-llama3-rope", "qwen2-tied"]

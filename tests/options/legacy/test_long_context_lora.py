@@ -7,10 +7,6 @@ import shutil
 
 import pytest
 import torch
-from tiny_adapters import change_json, save_adapter, save_base, stretch_positions
-from tiny_engine import OPTIONS, greedy, run, tokens_of
-from tiny_models import token_ids
-from tiny_oracle import Oracle
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.assembly import LORA_EXTENSIONS
@@ -18,6 +14,10 @@ from minivllm.config import LoRAConfig
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.vllm.layers import LinearScalingRotaryEmbeddingWithLoRA
+from tests.oracles.peft import Oracle
+from tests.worlds.adapters import change_json, save_adapter
+from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
+from tests.worlds.models import save_base, stretch_positions, token_ids
 
 POSITIONS = 48
 # Each adapter's context_length, and the factor that follows from it.

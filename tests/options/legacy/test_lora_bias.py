@@ -5,11 +5,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import greedy, run, snapshot
-from tiny_set import AdapterSet, assert_logits, watch_logits
 
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.worlds.engines import AdapterSet, assert_logits, greedy, run, snapshot, watch_logits
 
 ADAPTERS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -226,7 +225,7 @@ def test_a_bias_that_the_config_does_not_speak_of_is_refused(llama, folder):
 
 
 def test_a_bias_on_the_output_embedding_is_refused(llama, tmp_path):
-    from tiny_adapters import save_adapter
+    from tests.worlds.adapters import save_adapter
 
     config = {"r": 4, "target_modules": ["q_proj", "lm_head"], "lora_bias": True}
     folder = save_adapter(tmp_path / "head", llama.base, 0, **config)

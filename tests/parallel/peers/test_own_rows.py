@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gpu import DEVICE
 
 from minivllm.parallel.peers.group import PeerGroup
 from minivllm.parallel.peers.own_rows_op import own_rows
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.tools.device import DEVICE
 
 
 def table_of(*shape, dtype=torch.float32):

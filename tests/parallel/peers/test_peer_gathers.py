@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpu import DEVICE
 from test_peer_sums import Ranks, in_interpreter, random_terms, run_ranks
 
 from minivllm.parallel.peers.gather_op import peer_gather
+from tests.tools.device import DEVICE
 
 
 def gather_at(ranks: Ranks, rank: int, part: torch.Tensor) -> torch.Tensor:

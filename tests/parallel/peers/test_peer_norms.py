@@ -4,10 +4,6 @@ import functools
 
 import pytest
 import torch
-from brought_words import Brought
-from gpu import DEVICE
-from in_pages import in_pages
-from nan_guard import Guarded
 from test_peer_sums import in_interpreter, run_ranks
 
 from minivllm.gpu.kernels import norm
@@ -19,6 +15,10 @@ from minivllm.parallel.peers.norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_
 from minivllm.parallel.peers.packed_norm_op import packed_norm, packs
 from minivllm.parallel.peers.sum_op import peer_sum, programs_of
 from minivllm.parallel.peers.words_op import MORE_WORDS
+from tests.tools.device import DEVICE
+from tests.tools.memory import Guarded
+from tests.worlds.gpu import in_pages
+from tests.worlds.peers import Brought
 
 NAN = float("nan")
 EPS = 1e-3

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, compile_for_gpu
-from patience import PATIENCE
 
 from minivllm.config import ParallelConfig
 from minivllm.parallel.peers import group as peer_group
 from minivllm.parallel.peers import memory as peer_memory
 from minivllm.parallel.peers.sum_op import peer_sum, programs_of
 from minivllm.parallel.ranks import make_group
+from tests.tools.device import DEVICE, compile_for_gpu
+from tests.worlds.waiting import PATIENCE
 
-SCRIPT = Path(__file__).parents[2] / "helpers" / "peer_ranks.py"
+SCRIPT = Path(__file__).with_name("peer_ranks.py")
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own memory")
 
 
