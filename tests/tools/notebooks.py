@@ -53,18 +53,14 @@ def client_for(path: Path) -> NotebookClient:
     )
 
 
-def execute_again(path: Path, stop: str | None = None) -> list[str]:
-    """What goes wrong for a reader who runs cells again, in a sentence each.
-
-    stop   a heading, such as "## Pack": cells under it and after it are left alone
+def execute_again(path: Path) -> tuple[nbformat.NotebookNode, list[str]]:
+    """As `execute`, and what goes wrong then for a reader who runs cells again, in a sentence each.
 
     In one kernel: all cells; then each once more, from the last to the first, so that none finds the one before it
     run anew; then all from the top, each twice. Each must print what it printed at first.
     """
     client = client_for(path)
-    starts = [cell.source.startswith(f"{stop}\n") for cell in client.nb.cells]
-    cells = list(enumerate(client.nb.cells[: starts.index(True)] if stop else client.nb.cells))
-    cells = [(index, cell) for index, cell in cells if cell.cell_type == "code"]
+    cells = [(index, cell) for index, cell in enumerate(client.nb.cells) if cell.cell_type == "code"]
     wrong = []
     with client.setup_kernel():
         cells = [(index, cell, text_of(client.execute_cell(cell, index))) for index, cell in cells]
@@ -79,7 +75,8 @@ def execute_again(path: Path, stop: str | None = None) -> list[str]:
                     continue
                 if now != before and "timing" not in cell.metadata.get("tags", []):
                     wrong.append(f"{where}: prints something else:\n{now}\ninstead of\n{before}")
-    return wrong
+    tidy(client.nb)
+    return client.nb, wrong
 
 
 @functools.cache
