@@ -13,7 +13,19 @@ from labs.kit.variants import drift, with_variant
 
 EXERCISES = read_engine()
 ROOMS = (
-    *("ahead", "commands", "engine", "examples", "gpu", "layers", "lora", "models", "observe", "options"),
+    *(
+        "ahead",
+        "commands",
+        "core",
+        "engine",
+        "examples",
+        "gpu",
+        "layers",
+        "lora",
+        "models",
+        "observe",
+        "options",
+    ),
     *("parallel", "policies", "serving", "sizing", "sources", "text", "vllm", "worker"),
 )
 SUITE = [*(f"tests/{room}" for room in ROOMS), *(f"tests/phase_{phase[:2]}" for phase in PHASES)]

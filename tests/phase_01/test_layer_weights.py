@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from adapter_folders import good_config
 
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.oracles.rows import assert_rows_equal
+from tests.worlds.adapter_folders import good_config
 
 
 def random_weights(name="q_proj", rank=3, scaling=2.5, width_in=7, width_out=5, seed=0, dtype=torch.float64):

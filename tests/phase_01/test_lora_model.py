@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from adapter_folders import DOWN, PREFIX, RANK, WIDTHS, Q, V, good_config, good_tensors, load, write
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
@@ -12,6 +11,18 @@ from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.lora.lora_model import LoRAModel, pair_up
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.oracles.rows import assert_rows_equal
+from tests.worlds.adapter_folders import (
+    DOWN,
+    PREFIX,
+    RANK,
+    WIDTHS,
+    Q,
+    V,
+    good_config,
+    good_tensors,
+    load,
+    write,
+)
 
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 

@@ -5,9 +5,9 @@
 
 import pytest
 import torch
-from adapter_folders import load
 
 from tests.oracles.recorded import FOLDER, MERGED, merged_by_peft
+from tests.worlds.adapter_folders import load
 
 FOLDERS = sorted((FOLDER / MERGED).iterdir())
 

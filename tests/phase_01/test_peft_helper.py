@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from adapter_folders import good_config
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.peft_helper import PEFTHelper
+from tests.worlds.adapter_folders import good_config
 
 Q0, Q1, Q10 = (f"model.layers.{i}.self_attn.q_proj" for i in (0, 1, 10))
 DOWN = "model.layers.0.mlp.down_proj"

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from adapter_folders import PREFIX, Q, good_config, good_tensors
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.peft_helper import PEFTHelper
+from tests.worlds.adapter_folders import PREFIX, Q, good_config, good_tensors
 
 
 def part(name, rank, alpha=6.0):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from adapter_folders import PREFIX, good_config, good_tensors
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.oracles.rows import assert_rows_equal
+from tests.worlds.adapter_folders import PREFIX, good_config, good_tensors
 
 EXPERTS = "model.layers.3.mlp.experts"
 GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"

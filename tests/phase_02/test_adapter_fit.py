@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from toy_model import ToyModel, random_pair, toy_adapter, wrap
 
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from tests.oracles.backends import NaivePunica
+from tests.worlds.linears import ToyModel, random_pair, toy_adapter, wrap
 
 
 def adapter_of(shapes):

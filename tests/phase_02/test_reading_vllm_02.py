@@ -1,11 +1,11 @@
 """What phases/02 asks about vLLM's wrapping of a model, answered by scenarios here."""
 
 import torch
-from toy_model import SharingModel, random_pair, wrap
 
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from tests.oracles.backends import NaivePunica
+from tests.worlds.linears import SharingModel, random_pair, wrap
 
 
 def test_a_layer_of_two_names_is_written_once():

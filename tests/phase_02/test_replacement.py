@@ -5,7 +5,6 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
 import minivllm.lora.wrapping as wrapping
 from minivllm.config import LoRAConfig
@@ -31,6 +30,16 @@ from minivllm.vllm.layers import (
 from minivllm.vllm.utils import from_layer, get_supported_lora_modules, replace_submodule
 from tests.oracles.backends import NaivePunica
 from tests.oracles.rows import assert_rows_equal
+from tests.worlds.linears import (
+    FUSED,
+    HIDDEN,
+    SharingModel,
+    ToyModel,
+    random_pair,
+    randomize,
+    targets_of,
+    wrap,
+)
 
 CONFIG = LoRAConfig(max_lora_rank=4, max_loras=2)
 WRAPPERS = [

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from toy_model import DTYPE, HIDDEN, ToyModel, random_pair, wrap
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -11,6 +10,7 @@ from minivllm.lora.slots import Slots
 from minivllm.vllm.utils import from_layer
 from tests.oracles.backends import NaivePunica, backends
 from tests.oracles.rows import assert_rows_equal
+from tests.worlds.linears import DTYPE, HIDDEN, ToyModel, random_pair, wrap
 
 SLOTS, RANK = 3, 6
 WIDTH = 10

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from toy_model import (
+
+from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minivllm.lora.extensions import WrappedOption
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.memory_stats import slot_bytes
+from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.oracles.backends import NaivePunica
+from tests.oracles.rows import assert_rows_equal
+from tests.worlds.linears import (
     CHECKPOINT_SHAPES,
     DTYPE,
     FUSED,
@@ -14,15 +23,6 @@ from toy_model import (
     toy_adapter,
     wrap,
 )
-
-from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from minivllm.lora.extensions import WrappedOption
-from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.memory_stats import slot_bytes
-from minivllm.parallel.tensor_parallel import TensorParallel
-from tests.oracles.backends import NaivePunica
-from tests.oracles.rows import assert_rows_equal
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import time
 
 import pytest
 import torch
-from small_model import (
+
+from tests.worlds.managers import (
     adapter_of,
     assert_memory,
     assert_slot_holds,

@@ -1,7 +1,8 @@
 """Loading because somebody asks for it, and asking again (lab 5.8)."""
 
 import pytest
-from small_model import (
+
+from tests.worlds.managers import (
     Folders,
     assert_memory,
     assert_slot_holds,

@@ -1,7 +1,8 @@
 """Who has to go when memory or slots are full (lab 5.4). Any order of events is in test_tier_histories."""
 
 import pytest
-from small_model import (
+
+from tests.worlds.managers import (
     adapter_of,
     assert_memory,
     assert_slot_holds,

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from small_model import refusal
 
 from minivllm.lora.lru_cache import LRUCache
+from tests.worlds.managers import refusal
 
 pytestmark = pytest.mark.lab("5.1")
 

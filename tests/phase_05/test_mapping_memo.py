@@ -1,9 +1,9 @@
 """The slot table and the memo of a batch's mapping (lab 5.3): the same ids may sit in other slots now."""
 
 import pytest
-from small_model import assert_slots, make_adapter, make_manager
 
 from minivllm.lora.mapping import LoRAMapping
+from tests.worlds.managers import assert_slots, make_adapter, make_manager
 
 pytestmark = pytest.mark.lab("5.3")
 

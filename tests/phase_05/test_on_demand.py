@@ -4,7 +4,11 @@ import random
 import shutil
 
 import pytest
-from small_model import (
+
+from minivllm.errors import blamed_adapter
+from minivllm.lora.mapping import LoRAMapping
+from tests.oracles.tiers import TwoTiers
+from tests.worlds.managers import (
     Folders,
     assert_memory,
     assert_slot_holds,
@@ -14,10 +18,6 @@ from small_model import (
     fail_copies,
     make_worker,
 )
-
-from minivllm.errors import blamed_adapter
-from minivllm.lora.mapping import LoRAMapping
-from tests.oracles.tiers import TwoTiers
 
 pytestmark = pytest.mark.lab("5.7")
 

@@ -1,7 +1,8 @@
 """Pins (lab 5.5): a pinned adapter keeps its slot and its place in memory, and a pin that fails leaves none."""
 
 import pytest
-from small_model import (
+
+from tests.worlds.managers import (
     adapter_of,
     assert_memory,
     assert_slot_holds,

@@ -1,9 +1,16 @@
 """What phases/05 asks about vLLM's two tiers, answered by scenarios here."""
 
 import pytest
-from small_model import Folders, assert_memory, assert_slots, make_adapter, make_manager, make_worker
 
 from minivllm.vllm.layers import LoRAMapping
+from tests.worlds.managers import (
+    Folders,
+    assert_memory,
+    assert_slots,
+    make_adapter,
+    make_manager,
+    make_worker,
+)
 
 
 @pytest.fixture

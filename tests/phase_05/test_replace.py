@@ -1,7 +1,8 @@
 """Other weights under the same id (lab 5.6)."""
 
 import pytest
-from small_model import (
+
+from tests.worlds.managers import (
     adapter_of,
     assert_memory,
     assert_slot_holds,

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from small_model import (
+
+from minivllm.lora.mapping import LoRAMapping
+from tests.worlds.managers import (
     Folders,
     assert_slot_holds,
     count_copies,
@@ -12,8 +14,6 @@ from small_model import (
     make_worker,
     random_weights,
 )
-
-from minivllm.lora.mapping import LoRAMapping
 
 pytestmark = pytest.mark.lab("5.7")
 

@@ -1,12 +1,12 @@
-"""The evicting manager in any order of events, against two plain lists (`tier_history`)."""
+"""The evicting manager in any order of events, against two plain lists (`tests.worlds.tier_history`)."""
 
 import random
 
 import pytest
-from small_model import make_manager
-from tier_history import History, run
 
 from tests.oracles.tiers import TwoTiers
+from tests.worlds.managers import make_manager
+from tests.worlds.tier_history import History, run
 
 pytestmark = [
     pytest.mark.lab("5.2"),

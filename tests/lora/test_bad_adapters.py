@@ -11,7 +11,8 @@ import struct
 
 import pytest
 import torch
-from adapter_folders import (
+
+from tests.worlds.adapter_folders import (
     DOWN,
     MODEL_MODULES,
     PREFIX,

@@ -5,13 +5,13 @@ Facts of vLLM, retold as steps: (operation, adapter id, what comes back) and the
 
 import pytest
 import torch
-from small_model import HIDDEN, Folders, make_adapter, make_manager, make_plain_manager, make_worker
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 from minivllm.lora.worker_manager import WorkerLoRAManager
 from minivllm.vllm.layers import LoRAMapping
+from tests.worlds.managers import HIDDEN, Folders, make_adapter, make_manager, make_plain_manager, make_worker
 
 
 def follow(manager, steps):

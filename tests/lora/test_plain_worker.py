@@ -1,11 +1,11 @@
 """The worker manager that keeps only what the step needs, dummy adapters, and removal."""
 
 import pytest
-from small_model import RANK, SLICES, Folders, assert_slot_holds, count_reads, make_worker
 
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from tests.worlds.managers import RANK, SLICES, Folders, assert_slot_holds, count_reads, make_worker
 
 
 @pytest.fixture

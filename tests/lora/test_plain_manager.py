@@ -4,19 +4,19 @@ import random
 
 import pytest
 import torch
-from small_model import (
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
+from tests.oracles.tiers import TwoTiers
+from tests.worlds.managers import (
     SmallModel,
     assert_slot_holds,
     assert_slots,
     make_adapter,
     make_plain_manager,
 )
-from tier_history import History, run
-from torch import nn
-
-from minivllm.config import LoRAConfig
-from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
-from tests.oracles.tiers import TwoTiers
+from tests.worlds.tier_history import History, run
 
 
 def test_a_new_manager_has_empty_slots_only():

@@ -4,7 +4,11 @@ import json
 
 import pytest
 import torch
-from small_model import (
+from torch import nn
+
+from minivllm.lora.request import LoRARequest
+from tests.tools.watching import Products
+from tests.worlds.managers import (
     HIDDEN,
     SHAPES,
     SLICES,
@@ -15,10 +19,6 @@ from small_model import (
     random_weights,
     save_folder,
 )
-from torch import nn
-
-from minivllm.lora.request import LoRARequest
-from tests.tools.watching import Products
 
 
 @pytest.fixture

@@ -4,7 +4,11 @@ import json
 import time
 
 import pytest
-from small_model import (
+
+from minivllm.lora.events import LoRAEvent
+from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
+from tests.oracles.tiers import TwoTiers
+from tests.worlds.managers import (
     RANK,
     SLICES,
     Folders,
@@ -14,10 +18,6 @@ from small_model import (
     make_worker,
     random_weights,
 )
-
-from minivllm.lora.events import LoRAEvent
-from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
-from tests.oracles.tiers import TwoTiers
 
 
 @pytest.fixture

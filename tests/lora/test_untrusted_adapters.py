@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from adapter_folders import PREFIX, Q, good_config, good_tensors, load, write, write_safetensors
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -25,6 +24,7 @@ from minivllm.lora.weights_files import read_weights
 from minivllm.options.target_parameters import rank_of
 from minivllm.sources import FILE_FORMATS
 from tests.tools.limits import Peak, TimeLimit
+from tests.worlds.adapter_folders import PREFIX, Q, good_config, good_tensors, load, write, write_safetensors
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
@@ -86,7 +86,7 @@ class TestPatterns:
         adapter = helper(r=6, lora_alpha=6, **{field: {key: 3}})
         ask = partial(rank_of, adapter) if field == "rank_pattern" else adapter.alpha
 
-        with TimeLimit(1):
+        with TimeLimit(HANGS):
             assert ask(f"model.layers.0.self_attn.q_proj{'_of_a_name_that_goes_on' * 4}") == 6
 
     @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ class TestPatterns:
             "(a|b|_|.){999}",
         ],
     )
-    def test_that_are_as_costly_as_they_can_be_are_refused_within_a_second(self, key):
+    def test_that_are_as_costly_as_they_can_be_are_refused(self, key):
         adapter = helper(alpha_pattern={"x?" * number + key: 3 for number in range(30)})
         names = (f"model.layers.{number}.self_attn.{'ab_' * 160}" for number in range(5000))
 
-        with TimeLimit(3), pytest.raises(ValueError, match=r"alpha_pattern has key .* too long"):
+        with TimeLimit(HANGS), pytest.raises(ValueError, match=r"alpha_pattern has key .* too long"):
             for name in names:
                 adapter.alpha(name)
 
@@ -145,7 +145,7 @@ class TestPatterns:
     def test_that_take_memory_or_are_not_for_re2_are_refused_before_they_match(self, key, why):
         peak = Peak()
 
-        with TimeLimit(3), pytest.raises(ValueError, match=rf"rank_pattern has key .*{why}"):
+        with TimeLimit(HANGS), pytest.raises(ValueError, match=rf"rank_pattern has key .*{why}"):
             helper(rank_pattern={key: 3})
 
         assert peak.growth() < MOST_MEMORY

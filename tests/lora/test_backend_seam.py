@@ -6,7 +6,6 @@ one tensor for all layers, and as the last rows of a copy of the base weight.
 
 import pytest
 import torch
-from toy_model import DTYPE, ToyModel, toy_adapter, wrap
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -17,6 +16,7 @@ from minivllm.models.registry import get_model
 from tests.oracles.backends import NaivePunica, backends
 from tests.oracles.peft import greedy_tokens, load_oracle, reference_logits
 from tests.worlds.adapters import ADAPTERS, save_adapter
+from tests.worlds.linears import DTYPE, ToyModel, toy_adapter, wrap
 from tests.worlds.models import SIZES, PagedRequests, save_base, token_ids
 
 BACKENDS = list(backends(DTYPE))

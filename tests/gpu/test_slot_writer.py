@@ -7,15 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_model import (
-    RANK,
-    SLICES,
-    SmallModel,
-    adapter_of,
-    expected_slot,
-    make_adapter,
-    random_weights,
-)
 
 from minivllm.config import LoRAConfig
 from minivllm.gpu.slot_writer import SlotWriter
@@ -24,6 +15,15 @@ from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from tests.tools.device import DEVICE, needs_cuda
 from tests.tools.memory import ScatteredSlots
+from tests.worlds.managers import (
+    RANK,
+    SLICES,
+    SmallModel,
+    adapter_of,
+    expected_slot,
+    make_adapter,
+    random_weights,
+)
 
 
 def make_manager(slots=3, memory=8, backend="grouped", place=None):

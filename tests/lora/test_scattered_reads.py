@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from adapter_folders import good_config, good_tensors, load, write
 
 from minivllm.lora import scattered_reads
 from minivllm.lora.scattered_reads import Part, read_parts
 from minivllm.lora.weights_files import read_weights
+from tests.worlds.adapter_folders import good_config, good_tensors, load, write
 
 NBYTES = 300_000
 

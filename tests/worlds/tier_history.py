@@ -1,4 +1,4 @@
-"""Random histories of a manager beside two plain lists (`tiers_model`), compared after every operation.
+"""Random histories of a manager beside two plain lists (`tests.oracles.tiers`), compared after every operation.
 
 Compared are the slot table, the weights in the slots bit for bit, both tiers in the order of use, the pins, the
 counters, and the backend's translation of rows to slots.
@@ -6,9 +6,8 @@ counters, and the backend's translation of rows to slots.
 
 from functools import partial
 
-from small_model import adapter_of, assert_slot_holds, random_weights
-
 from minivllm.lora.mapping import LoRAMapping
+from tests.worlds.managers import adapter_of, assert_slot_holds, random_weights
 
 IDS = range(1, 8)
 OUTCOMES = (LookupError, ValueError, RuntimeError, OSError)

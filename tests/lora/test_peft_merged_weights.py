@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from adapter_folders import MODEL_MODULES
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -17,6 +16,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import PackedLoRALayerWeights
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.oracles.merged import CONFIGS, PeftAdapters
+from tests.worlds.adapter_folders import MODEL_MODULES
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("peft", "transformers")]
 
