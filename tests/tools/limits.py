@@ -8,6 +8,7 @@ import signal
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ class TimeLimit:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        def end(*_: object) -> None:
-            raise OutOfTime(f"gave up after {self.seconds} s")
+        def end(number: int, frame: FrameType) -> None:
+            did = "computed" if number == signal.SIGVTALRM else "waited"
+            code = frame.f_code
+            raise OutOfTime(f"{did} until the limit of {self.seconds} s, in {code.co_filename}:{frame.f_lineno}")
 
         self.old = {number: signal.signal(number, end) for number in (signal.SIGVTALRM, signal.SIGALRM)}
         signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds)
