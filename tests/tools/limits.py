@@ -35,7 +35,9 @@ class TimeLimit:
         def end(number: int, frame: FrameType) -> None:
             did = "computed" if number == signal.SIGVTALRM else "waited"
             code = frame.f_code
-            raise OutOfTime(f"{did} until the limit of {self.seconds} s, in {code.co_filename}:{frame.f_lineno}")
+            raise OutOfTime(
+                f"{did} until the limit of {self.seconds} s, in {code.co_filename}:{frame.f_lineno}"
+            )
 
         self.old = {number: signal.signal(number, end) for number in (signal.SIGVTALRM, signal.SIGALRM)}
         signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds)
