@@ -47,7 +47,7 @@ class ActivatedLoRA(AdapterOption):
     def wrap_model(
         self, model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig
     ) -> "InvocableModel":
-        return InvocableModel(wrapped, getattr(model, "embedding_modules", {}), model.config.vocab_size)
+        return InvocableModel(wrapped, getattr(model, "embedding_modules", {}), model)
 
 
 class InvocableModel(WrappedOption):
@@ -56,8 +56,8 @@ class InvocableModel(WrappedOption):
     input_embeddings   last parts of the names of its input embeddings
     """
 
-    def __init__(self, wrapped: WrappedModules, embedding_modules: dict[str, str], vocab_size: int) -> None:
-        self.wrapped, self.vocab_size = wrapped, vocab_size
+    def __init__(self, wrapped: WrappedModules, embedding_modules: dict[str, str], model: nn.Module) -> None:
+        self.wrapped, self.model = wrapped, model
         self.heads = {name for name, kind in embedding_modules.items() if kind == "output_embeddings"}
 
     def judge(self, lora: LoRAModel, found: Found) -> None:
@@ -68,9 +68,10 @@ class InvocableModel(WrappedOption):
         """
         if (tokens := lora.beside.get(INVOCATION)) is None:
             return
-        if unknown := [token for token in tokens if token >= self.vocab_size]:
+        vocab_size = self.model.config.vocab_size
+        if unknown := [token for token in tokens if token >= vocab_size]:
             raise ValueError(
-                f"{INVOCATION} has {unknown[:5]}, but the model's vocabulary has {self.vocab_size} tokens"
+                f"{INVOCATION} has {unknown[:5]}, but the model's vocabulary has {vocab_size} tokens"
             )
         if others := sorted(lora.beside.keys() - {INVOCATION}):
             raise ValueError(
