@@ -1,8 +1,5 @@
-"""Names: of adapter tensors (lab 1.2), of modules, and of adapters on the hub."""
+"""Names: of adapter tensors (lab 1.2), and of modules."""
 
-import json
-import logging
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +7,6 @@ import pytest
 from minivllm.lora.checks import nearest_names
 from minivllm.lora.names import is_in_target_modules, parse_fine_tuned_lora_name
 from minivllm.vllm.utils import (
-    get_adapter_absolute_path,
     is_base_embedding_weights,
     is_supported_lora_module,
 )
@@ -159,99 +155,3 @@ def test_the_nearest_names_come_first_and_strangers_not_at_all():
 
     assert nearest_names("model.layers.0.mlp.up", known)[0] == UP
     assert nearest_names("zzz", known) == []
-
-
-class Hub:
-    """Stands in for the Hugging Face hub: answers with a folder, or raises."""
-
-    def __init__(self, monkeypatch, answer):
-        self.answer = answer
-        self.asked = []
-        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
-
-    def snapshot_download(self, repo_id, **options):
-        self.asked.append(repo_id)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-# What huggingface_hub was seen to raise. Made from its module when a test runs: its import takes a while.
-HUB_ERRORS = {
-    "no such repository": lambda e: e.HfHubHTTPError(
-        "404", response=SimpleNamespace(headers={}, request=None)
-    ),
-    "no network, no copy": lambda e: e.LocalEntryNotFoundError("no copy"),
-    "offline": lambda e: e.OfflineModeIsEnabled("offline"),
-    "not a hub id": lambda e: e.HFValidationError("not an id"),
-    "a proxy that refuses, a connection cut": lambda e: e.HTTPError("403 Forbidden"),
-    "the page of a captive portal": lambda e: json.JSONDecodeError("Expecting value", "<html>", 0),
-    "disk full": lambda e: OSError(28, "No space left on device"),
-}
-
-
-class TestAdapterPath:
-    @pytest.fixture(autouse=True)
-    def somewhere(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-    @pytest.mark.parametrize(
-        ("path", "expected"),
-        [
-            ("/not/there", "/not/there"),
-            ("~/adapters/sql", "{cwd}/home/adapters/sql"),
-            ("adapters/sql", "{cwd}/adapters/sql"),
-            ("./adapters/sql", "{cwd}/adapters/sql"),
-        ],
-    )
-    def test_of_a_folder_is_made_absolute(self, path, expected, tmp_path, monkeypatch):
-        hub = Hub(monkeypatch, "/snapshot")
-        (tmp_path / "adapters" / "sql").mkdir(parents=True)
-
-        found = get_adapter_absolute_path(path)
-
-        assert found == expected.format(cwd=tmp_path)
-        assert hub.asked == []
-
-    def test_of_a_hub_id_is_its_snapshot(self, monkeypatch):
-        hub = Hub(monkeypatch, "/snapshot")
-
-        assert get_adapter_absolute_path("somebody/sql-adapter") == "/snapshot"
-        assert hub.asked == ["somebody/sql-adapter"]
-
-    @pytest.mark.parametrize(
-        "path", ["sql", "./sql", "../sql", "a/b/c", "adapters/typo", "somebody/", "", "a\0b"]
-    )
-    def test_that_is_no_hub_id_is_not_asked_of_the_network(self, path, monkeypatch):
-        """A path misspelt must fail at once, also where a firewall swallows what is sent."""
-        hub = Hub(monkeypatch, "/snapshot")
-        os.mkdir("adapters")
-
-        assert get_adapter_absolute_path(path) == path
-        assert hub.asked == []
-
-    @pytest.mark.parametrize("kind", HUB_ERRORS)
-    def test_that_the_hub_does_not_give_comes_back_with_the_reason_logged(self, kind, monkeypatch, caplog):
-        from huggingface_hub import errors
-
-        error = HUB_ERRORS[kind](errors)
-        Hub(monkeypatch, error)
-
-        with caplog.at_level(logging.WARNING):
-            found = get_adapter_absolute_path("somebody/sql-adapter")
-
-        assert found == "somebody/sql-adapter"
-        assert "somebody/sql-adapter" in caplog.text
-        assert str(error) in caplog.text
-
-    def test_of_an_unknown_id_fails_at_once_without_a_network(self, monkeypatch):
-        """The hub's own client, every connection refused."""
-        import socket
-
-        def refuse(*args, **kwargs):
-            raise socket.gaierror(-2, "Name or service not known")
-
-        monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-        assert get_adapter_absolute_path("nobody/no-such-adapter") == "nobody/no-such-adapter"

@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 from safetensors.torch import load_file
 
 from minivllm import LLM, LoRARequest
@@ -438,3 +439,61 @@ class TestDownload:
 
         assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
         assert hub.asked == []
+
+
+# What huggingface_hub was seen to raise. Made from its module when a test runs: its import takes a while.
+HUB_ERRORS = {
+    "no such repository": lambda e: e.HfHubHTTPError(
+        "404", response=SimpleNamespace(headers={}, request=None)
+    ),
+    "no network, no copy": lambda e: e.LocalEntryNotFoundError("no copy"),
+    "offline": lambda e: e.OfflineModeIsEnabled("offline"),
+    "not a hub id": lambda e: e.HFValidationError("not an id"),
+    "a proxy that refuses, a connection cut": lambda e: e.HTTPError("403 Forbidden"),
+    "the page of a captive portal": lambda e: json.JSONDecodeError("Expecting value", "<html>", 0),
+    "disk full": lambda e: OSError(28, "No space left on device"),
+}
+
+
+class TestAPath:
+    @pytest.mark.parametrize(
+        ("path", "expected"),
+        [
+            ("/not/there", "/not/there"),
+            ("~/adapters/sql", "{cwd}/home/adapters/sql"),
+            ("adapters/sql", "{cwd}/adapters/sql"),
+            ("./adapters/sql", "{cwd}/adapters/sql"),
+        ],
+    )
+    def test_of_a_folder_is_made_absolute(self, path, expected, tmp_path, connections, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        (tmp_path / "adapters" / "sql").mkdir(parents=True)
+
+        assert get_adapter_absolute_path(path) == expected.format(cwd=tmp_path)
+        assert connections == []
+
+    @pytest.mark.parametrize(
+        "path", ["sql", "./sql", "../sql", "a/b/c", "adapters/typo", "somebody/", "", "a\0b"]
+    )
+    def test_that_is_no_hub_id_is_not_asked_of_the_network(self, path, connections):
+        """A path misspelt must fail at once, also where a firewall swallows what is sent."""
+        os.mkdir("adapters")
+
+        assert get_adapter_absolute_path(path) == path
+        assert connections == []
+
+    @pytest.mark.parametrize("kind", HUB_ERRORS)
+    def test_that_the_hub_does_not_give_comes_back_with_the_reason_logged(self, kind, monkeypatch, caplog):
+        def snapshot_download(**options):
+            raise error
+
+        error = HUB_ERRORS[kind](errors)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+
+        with caplog.at_level(logging.WARNING):
+            found = get_adapter_absolute_path(ID)
+
+        assert found == ID
+        assert ID in caplog.text
+        assert str(error) in caplog.text
