@@ -41,7 +41,8 @@ CORE = (
 PARTS = (*CORE, "gpu")
 NO_CODE = (cst.Annotation, cst.Parameters, cst.Decorator)
 OF_A_FILE = 0.5  # seconds that it costs to collect a file of tests
-ROUNDS = (20.0, 200.0)  # seconds of tests in the first rounds; the last takes what is left
+ROUNDS = (20.0, 80.0)  # seconds of tests in the first rounds
+ROUND = 200.0  # and in each that follows: a fork may compute for 600 (`labs.kit.limits`)
 SLOWER = 6  # times as long as they took may tests take that a change makes slow
 BESIDE = 30.0  # seconds more: the import, and a machine that is busy
 
@@ -222,7 +223,8 @@ def file_of(test: str) -> str:
 def parts_of(tests: list[str], contexts: Contexts) -> list[list[str]]:
     """The tests of each round."""
     parts: list[list[str]] = []
-    for most in ROUNDS:
+    while tests:
+        most = ROUNDS[len(parts)] if len(parts) < len(ROUNDS) else ROUND
         part: list[str] = []
         files: set[str] = set()
         cost = 0.0
@@ -234,7 +236,29 @@ def parts_of(tests: list[str], contexts: Contexts) -> list[list[str]]:
             part.append(test)
         tests = tests[len(part) :]
         parts.append(part)
-    return [part for part in (*parts, tests) if part]
+    return parts
+
+
+def leave_out_unfit(contexts: Contexts, tree: Path, folder: Path, options: argparse.Namespace) -> None:
+    """Tests that do not pass in such a fork as they are say nothing of a change. Found once."""
+    from labs.kit.forks import Job, run
+
+    listed = folder / "unfit.json"
+    if not listed.exists():
+        files: dict[str, list[str]] = {}
+        for test in contexts.tests:
+            files.setdefault(file_of(test), []).append(test)
+        jobs = [
+            Job(file, "1.1", {}, only=frozenset(tests), files=(tree / file,)) for file, tests in files.items()
+        ]
+        unfit: list[str] = []
+        for job, outcome in run(jobs, limit=500.0, at_a_time=options.processes):
+            fit = {result.test for result in outcome.of("passed", "skipped")}
+            unfit += sorted(set(files[job.key]) - fit)
+        listed.write_text(json.dumps(unfit, indent=1))
+    for test in json.loads(listed.read_text()):
+        contexts.tests.pop(test, None)
+    print(f"{len(contexts.tests)} tests", flush=True)
 
 
 def judge(
@@ -330,7 +354,9 @@ def main() -> int:
     left = [mutant for mutant in chosen if mutant.key not in judged]
     print(f"{len(chosen)} changes, {len(left)} to be tried", flush=True)
     with lines.open("a") as file:
-        for entry in judge(left, Contexts(tree, folder), tree, options):
+        contexts = Contexts(tree, folder)
+        leave_out_unfit(contexts, tree, folder, options)
+        for entry in judge(left, contexts, tree, options):
             known.append(entry)
             file.write(json.dumps(entry) + "\n")
             file.flush()
