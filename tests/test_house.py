@@ -85,11 +85,52 @@ MADE = {
 
 @pytest.fixture
 def made(tmp_path):
-    for name, text in {"__init__": "", **MADE}.items():
-        path = tmp_path / "made" / f"{name}.py"
+    return House(write_package(tmp_path, {"__init__": "", **MADE}))
+
+
+CIRCLES = {
+    "wherever the imports stand": (
+        {
+            "__init__": "from made.a import one",
+            "a": "import os\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.b import B",
+            "b": "def late():\n    import made.deep.c",
+            "deep/__init__": "",
+            "deep/c": "from ..a import A\nfrom made import a",
+            "alone": "from made.a import A\nimport made.alone",
+            "above": "from made.deep import c\nfrom made import alone",
+        },
+        [["made.a", "made.b", "made.deep.c"], ["made.alone"]],
+    ),
+    "but for what Python runs besides": (
+        {
+            "__init__": "from made.lora import b",
+            "lora/__init__": "from made.lora import a, b\nfrom . import c",
+            "lora/a": "from made.lora.b import B\nfrom . import b",
+            "lora/b": "from torch import nn\nfrom made.lora import c",
+            "lora/c": "def __getattr__(name):\n    from made.lora import a\n    return getattr(a, name)",
+        },
+        [],
+    ),
+    "and of a name that is no module by its package": (
+        {"__init__": "from . import a", "a": "def late():\n    from made import SOMETHING"},
+        [["made", "made.a"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CIRCLES)
+def test_circles_of_imports_are_found(tmp_path, case):
+    files, circles = CIRCLES[case]
+
+    assert import_circles(write_package(tmp_path, files)) == circles
+
+
+def write_package(folder, files):
+    for name, text in files.items():
+        path = folder / "made" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return House(tmp_path / "made")
+    return folder / "made"
 
 
 def test_a_closure_counts_late_imports_annotations_and_packages_that_run(made):

@@ -23,7 +23,7 @@ CORE_TESTS = (
     *("phase_01/test_request.py", "phase_01/test_layer_weights.py", "phase_05/test_lru_cache.py"),
     *("lora/test_plain_manager.py", "phase_06/test_token_budget.py", "phase_06/test_lora_admission.py"),
     *("core/test_scheduler_requests.py", "phase_07/test_engine_loop.py", "phase_07/test_mixed_step.py"),
-    *("engine/test_plain_core.py", "engine/test_engine_tokens.py", "engine/test_sampling_params.py"),
+    *("engine/test_plain_core.py", "engine/test_engine_tokens.py", "test_sampling_params.py"),
 )
 
 IMPORTS = """
