@@ -13,7 +13,7 @@ help:
 	@echo "make test    run the tests: at most 8 minutes on two cores"
 	@echo "make nightly  run what make test leaves out, because it is slow and rare: at most an hour"
 	@echo "make lint    ruff, check and format"
-	@echo "make soak    2000 random requests against a model of the engine (N=... for more, SEED=...)"
+	@echo "make soak    10,000 random operations against a model of the engine (N=... for more, SEED=...)"
 	@echo "make soak-server  10,000 requests of 64 clients against a server, with everything that goes wrong (SEED=...)"
 	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
 	@echo "make bench-gpu  engine and layers with random weights on a GPU (MODEL=llama-8b; see benchmarks/README.md)"
@@ -99,13 +99,13 @@ notebooks: setup
 recordings: setup
 	$(BIN)/python -m tests.tools.recordings
 
-N ?= 2000
+N ?= 10000
 SEED ?= 0
 soak-server: setup
 	$(BIN)/python tests/server/server_soak.py --seed $(SEED)
 
 soak: setup
-	$(BIN)/python tests/engine/soak.py --requests $(N) --seed $(SEED)
+	$(BIN)/python tests/engine/engine_machine.py --operations $(N) --seed $(SEED)
 
 bench: setup
 	$(BIN)/minivllm bench cpu --against transformers,peft

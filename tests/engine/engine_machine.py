@@ -57,7 +57,7 @@ from machine_world import (
 
 from minivllm import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.engine.parallel_sampling import child_id
-from tests.oracles.invariants import check_slot_contents
+from tests.oracles.invariants import check_blocks, check_engine, check_slot_contents, check_slots
 from tests.worlds.ahead import run_ahead
 from tests.worlds.engines import snapshot
 
@@ -476,8 +476,11 @@ class EngineMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.follow_records()
         self.check_requests()
-        self.check_blocks()
+        check_blocks(self.engine)
+        check_slots(self.engine)
         self.check_adapters()
+        if not self.ahead:
+            check_engine(self.engine, self.engine.output_processor.states)
 
     def follow_records(self) -> None:
         """What the engine has forgotten, or taken back, the model forgets, too. There must have been a reason."""
@@ -527,21 +530,8 @@ class EngineMachine(RuleBasedStateMachine):
             f"adapters {adapters} run, more than there are slots"
         )
 
-    def check_blocks(self) -> None:
-        scheduler = self.engine.scheduler
-        pool = scheduler.kv_cache.block_pool
-        used = Counter(block for request in scheduler.running for block in request.block_ids)
-        assert not any(request.block_ids for request in scheduler.waiting), "a waiting request holds blocks"
-        assert pool.ref_cnt == [used[block] for block in range(pool.num_blocks)], "reference counts of blocks"
-        assert set(pool.free) == set(range(1, pool.num_blocks)) - used.keys(), "free blocks"
-
     def check_adapters(self) -> None:
         info, memory, registry = self.engine.debug_info(), self.engine.list_loras(), self.engine.adapters
-        slots = [adapter_id for adapter_id in info["slots"] if adapter_id is not None]
-        assert len(slots) == len(set(slots)), f"an adapter is in two slots: {slots}"
-        assert set(slots) <= memory, "an adapter has a slot and is not in memory"
-        assert len(memory) <= self.options["max_cpu_loras"]
-        assert len(info["pinned"]) <= self.options["max_loras"]
         assert registry.adapters.keys() == self.records.keys(), (
             "an adapter is known to the engine or the model alone"
         )

@@ -39,6 +39,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 1},
     "prompt logprobs": {"prompt_logprobs": 0},
     "penalty": {"repetition_penalty": 1.4, "logprobs": 2},
+    "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {7: 2.0, 20: -3.0}},
 }
 
 

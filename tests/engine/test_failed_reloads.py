@@ -3,28 +3,19 @@
 The bad folders are found out by their numbers alone: their shapes fit, so the order is taken and fails when it is read.
 """
 
-import random
 import shutil
-from dataclasses import replace
 from itertools import product
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from minivllm import LoRARequest, SamplingParams
-from minivllm.engine.core import EngineCore
-from tests.oracles.invariants import check_engine
-from tests.worlds.ahead import run_ahead
+from minivllm import LoRARequest
 from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 from tests.worlds.models import character_tokenizer
 from tests.worlds.tokens import TokenSet, V
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 GOOD = ["qv", "all", "mlp", "patterns"]
-# The longer ones have two blocks in common.
-PROMPTS = [PROMPT[:3], [*PROMPT, 11, 12, 13, 14, 15], [*PROMPT, 11, 12, 16, 17]]
-DRAWN = SamplingParams(n=3, seed=5, temperature=1.5, max_tokens=5, ignore_eos=True)
-DRAWN_AT_ONCE = replace(DRAWN, max_tokens=1)
 ID = 9
 
 # How a reload is ordered, and whether a request of the old weights runs meanwhile.
@@ -358,123 +349,3 @@ class TestWhatPromptsDependOn:
 
         assert engine.get_tokenizer(policy(1, mine))("<meow>")["input_ids"] == [V]
         assert len(engine.get_tokenizer(policy(1, mine))("<woof>")["input_ids"]) > 1
-
-
-class History:
-    """Random requests, orders, pins, evictions and aborts of one adapter beside others.
-
-    What the engine takes it has to keep: whoever names a folder is answered by it, or ends with the error of a bad one.
-    """
-
-    def __init__(self, world, bad, seed, prepare=lambda engine: engine):
-        self.world, self.rng = world, random.Random(seed)
-        options = {"max_loras": self.rng.choice([1, 2]), "max_cpu_loras": self.rng.choice([2, 3])}
-        options |= {
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": self.rng.choice([6, 16]),
-            "num_kv_blocks": self.rng.choice([8, 12, 24]),
-        }
-        self.engine = prepare(world.engine(**options))
-        self.good = {str(world.path(name)): name for name in GOOD}
-        self.folders = [*self.good, *map(str, bad.values())]
-        self.latest = self.folders[0]
-        self.drawn = {}
-        self.promised, self.outputs, self.aborted, self.refused = {}, {}, set(), 0
-
-    def act(self):
-        rng, engine = self.rng, self.engine
-        match rng.randrange(10):
-            case 0 | 1 | 2:
-                self.ask()
-            case 3:
-                self.attempt(lambda: engine.add_lora(self.order()))
-            case 4:
-                self.attempt(lambda: engine.pin_lora(ID))
-            case 5:
-                engine.unpin_lora(ID)
-            case 6:
-                name = rng.choice(GOOD)
-                request = LoRARequest(f"other-{name}", 20 + GOOD.index(name), str(self.world.path(name)))
-                self.ask(request)
-            case 7 if self.promised and rng.random() < 0.4:
-                self.aborted.add(rng.choice(list(self.promised)))
-                engine.abort_request(self.aborted)
-            case 8 if rng.random() < 0.2:
-                engine.remove_lora(ID)
-        for _ in range(rng.randrange(4)):
-            self.step()
-        if type(engine.core) is EngineCore:
-            check_engine(engine, engine.output_processor.states)
-
-    def order(self):
-        folder = self.rng.choice([*self.folders, *[self.latest] * 8])
-        name = f"policy-{self.folders.index(folder)}"
-        return LoRARequest(name, ID, folder, load_inplace=self.rng.random() < 0.4)
-
-    def ask(self, lora_request=None):
-        request_id, lora_request = str(len(self.promised) + self.refused), lora_request or self.order()
-        prompt = self.rng.choice(PROMPTS)
-        params = self.rng.choice([greedy(self.rng.randint(1, 9)), DRAWN, DRAWN_AT_ONCE])
-        if self.attempt(
-            lambda: self.engine.add_request(request_id, prompt, params, lora_request=lora_request)
-        ):
-            self.promised[request_id] = lora_request.lora_path, prompt, params
-            self.latest = lora_request.lora_path if lora_request.lora_int_id == ID else self.latest
-
-    def attempt(self, call):
-        try:
-            call()
-        except (ValueError, RuntimeError):
-            self.refused += 1
-            return False
-        return True
-
-    def step(self):
-        for output in self.engine.step():
-            if output.finished:
-                self.outputs[output.request_id] = output
-
-    def check(self):
-        for request_id in self.promised.keys() - self.aborted:
-            folder, prompt, params = self.promised[request_id]
-            output = self.outputs[request_id]
-            if output.error is not None and "needs a slot but all 1 are pinned" in output.error:
-                continue
-            if folder in self.good:
-                assert output.error is None, (request_id, output.error)
-                answers = [completion.token_ids for completion in output.outputs]
-                assert answers == self.expected(self.good[folder], prompt, params), request_id
-            else:
-                assert "NaN" in output.error, request_id
-
-    def expected(self, name, prompt, params):
-        """Each answer by itself; what is drawn comes from an engine that does nothing else."""
-        if params.n == 1:
-            return [self.world.oracle().greedy(name, prompt, params.max_tokens)]
-        key = name, tuple(prompt), params.max_tokens
-        if key not in self.drawn:
-            engine = self.world.engine()
-            for i in range(params.n):
-                one = replace(params, n=1, seed=params.seed + i)
-                engine.add_request(str(i), prompt, one, lora_request=self.world.request(name))
-            outputs = run(engine)
-            self.drawn[key] = [tokens_of(outputs[str(i)]) for i in range(params.n)]
-        return self.drawn[key]
-
-
-@pytest.mark.parametrize("prepare", [lambda engine: engine, run_ahead], ids=["", "ahead"])
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_each_request_is_answered_by_the_folder_it_named_or_ends_with_its_error(
-    world, bad, seed, prepare
-):
-    history = History(world, bad, seed, prepare)
-
-    for _ in range(140):
-        history.act()
-    for _ in range(800):
-        if history.engine.has_unfinished_requests():
-            history.step()
-
-    assert not history.engine.has_unfinished_requests(), "somebody waits for ever"
-    history.check()
-    assert len(history.promised) > 20

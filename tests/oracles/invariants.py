@@ -12,8 +12,8 @@ from minivllm import LLMEngine
 def check_engine(engine: LLMEngine, live: Iterable[str]) -> None:
     """Nothing lost, nothing leaked. live: ids of the requests that were sent and have not ended"""
     _check_requests(engine, set(live))
-    _check_blocks(engine)
-    _check_slots(engine)
+    check_blocks(engine)
+    check_slots(engine)
     _check_registry(engine)
 
 
@@ -31,7 +31,7 @@ def _check_requests(engine: LLMEngine, live: set[str]) -> None:
     assert len(scheduler.running) <= scheduler.scheduler_config.max_num_seqs
 
 
-def _check_blocks(engine: LLMEngine) -> None:
+def check_blocks(engine: LLMEngine) -> None:
     pool = engine.scheduler.kv_cache.block_pool
     used = Counter(block for request in engine.scheduler.running for block in request.block_ids)
     assert all(not request.block_ids for request in engine.scheduler.waiting), (
@@ -43,7 +43,7 @@ def _check_blocks(engine: LLMEngine) -> None:
     assert {pool.block_of[block_hash] for block_hash in pool.hash_of.values()} == pool.hash_of.keys()
 
 
-def _check_slots(engine: LLMEngine) -> None:
+def check_slots(engine: LLMEngine) -> None:
     manager = engine.adapters.manager
     slots = [adapter_id for adapter_id in manager.lora_index_to_id if adapter_id is not None]
     memory = manager.list_adapters()
