@@ -46,27 +46,6 @@ def steps(engine, count):
 
 
 class TestUnload:
-    def test_is_done_at_once_when_no_request_uses_the_adapter(self, world):
-        engine = world.engine()
-        engine.add_lora(world.request("qv"))
-
-        assert engine.remove_lora(1)
-
-        assert engine.list_loras() == set()
-        assert engine.adapters.manager.lora_index_to_id == [None, None]
-
-    def test_waits_for_requests_in_flight_and_refuses_new_ones(self, world):
-        engine = world.engine()
-        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
-        engine.step()
-
-        engine.remove_lora(1)
-
-        with pytest.raises(ValueError, match=r"'qv' .*is being unloaded"):
-            engine.add_request("b", PROMPT, greedy(), lora_request=world.request("qv"))
-        assert engine.list_loras() == {1}
-        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)
-
     def test_disturbs_nobody_by_refusing_who_names_the_adapter(self, world):
         """A refusal changes nothing, so the next call has nothing to mend: who runs keeps its blocks."""
         engine = world.engine()
@@ -82,17 +61,6 @@ class TestUnload:
 
             assert engine.scheduler.requests["a"].block_ids is blocks
 
-    def test_needs_no_further_step_once_the_last_request_has_finished(self, world):
-        engine = world.engine()
-        engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
-        engine.step()
-        engine.remove_lora(1)
-
-        run(engine)
-
-        assert engine.list_loras() == set()
-        engine.add_request("b", PROMPT, greedy(3), lora_request=world.request("qv"))
-
     def test_needs_no_further_step_once_the_last_request_is_aborted(self, world):
         engine = world.engine()
         engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
@@ -103,27 +71,6 @@ class TestUnload:
 
         assert engine.list_loras() == set()
         assert not engine.has_unfinished_requests()
-
-    def test_frees_name_and_id_for_another_adapter(self, world):
-        engine = world.engine()
-        engine.add_lora(world.request("qv"))
-        engine.remove_lora(1)
-
-        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("all", lora_int_id=1))
-
-        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("all", PROMPT, 6)
-
-    def test_of_an_unknown_id_says_so(self, world):
-        assert not world.engine().remove_lora(3)
-
-    def test_takes_the_pin_along(self, world):
-        engine = world.engine()
-        engine.add_lora(world.request("qv"))
-        engine.pin_lora(1)
-
-        engine.remove_lora(1)
-
-        assert engine.debug_info()["pinned"] == []
 
 
 class TestReload:
@@ -190,18 +137,6 @@ class TestReload:
         assert tokens_of(outputs["old"]) == old_answer
         assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 8)
 
-    def test_that_failed_leaves_the_old_weights_serving(self, world, folder, request_of, answer_of):
-        engine = world.engine()
-        old_answer = answer_of(8)
-        engine.add_lora(request_of())
-        spoil(folder)
-        with pytest.raises(ValueError, match="NaN"):
-            engine.add_lora(request_of(load_inplace=True))
-
-        engine.add_request("a", PROMPT, greedy(8), lora_request=request_of())
-
-        assert tokens_of(run(engine)["a"]) == old_answer
-
     @pytest.mark.parametrize("call", ["add_lora", "reload", "remove_lora", "pin_lora"])
     def test_that_fails_inside_another_call_is_told_to_its_own_requests(
         self, world, folder, request_of, call
@@ -241,21 +176,6 @@ class TestReload:
             completion = outputs[request_id].outputs[0]
             assert (completion.finish_reason, completion.token_ids) == ("error", [])
 
-    def test_that_failed_does_not_concern_whoever_comes_after(self, world, folder, request_of, answer_of):
-        engine = world.engine()
-        old_answer = answer_of(4)
-        engine.add_request("old", PROMPT, greedy(2), lora_request=request_of())
-        engine.step()
-        spoil(folder)
-        engine.add_request("new", PROMPT, greedy(4), lora_request=request_of(load_inplace=True))
-        engine.abort_request("old")
-
-        engine.add_request("later", PROMPT, greedy(4), lora_request=request_of())
-
-        outputs = run(engine)
-        assert outputs["new"].outputs[0].finish_reason == "error"
-        assert tokens_of(outputs["later"]) == old_answer
-
     def test_of_an_adapter_out_of_memory_waits_like_any_load(self, world, folder, request_of, answer_of):
         engine = world.engine(max_loras=2, max_cpu_loras=2)
         engine.add_lora(request_of())
@@ -269,15 +189,6 @@ class TestReload:
         output = run(engine)["mine"]
         assert output.error is None
         assert tokens_of(output) == answer_of(4)
-
-    def test_asked_for_twice_reads_the_folder_once_each_time(self, world, folder, request_of):
-        engine = world.engine()
-        for request_id in ("a", "b"):
-            engine.add_request(request_id, PROMPT, greedy(4), lora_request=request_of(load_inplace=True))
-
-        run(engine)
-
-        assert engine.get_metrics()["lora"]["loads"] == 2
 
     def test_pending_for_an_adapter_that_cannot_be_read_is_dropped_with_it(self, world, folder, request_of):
         engine = world.engine(max_loras=1, max_cpu_loras=1)
@@ -509,18 +420,6 @@ class TestPin:
         assert engine.list_loras() == {2}
         assert engine.debug_info()["pinned"] == []
 
-    def test_of_one_adapter_too_many_is_refused(self, world):
-        engine = world.engine(max_loras=2)
-        for name in ("qv", "all", "mlp"):
-            engine.add_lora(world.request(name))
-        engine.pin_lora(1)
-        engine.pin_lora(2)
-
-        with pytest.raises(RuntimeError, match=r"all 2 slots are pinned \(adapters \[1, 2\]\)"):
-            engine.pin_lora(3)
-
-        assert engine.debug_info()["pinned"] == [1, 2]
-
     def test_can_be_taken_back_before_it_has_got_its_slot(self, world):
         engine = world.engine(max_loras=1, max_cpu_loras=2)
         engine.add_lora(world.request("mlp"))
@@ -533,10 +432,6 @@ class TestPin:
         output = run(engine)["a"]
         assert output.metrics.num_preemptions == 0
         assert not engine.unpin_lora(3)
-
-    def test_of_an_unknown_adapter_is_refused(self, world):
-        with pytest.raises(ValueError, match="not registered"):
-            world.engine().pin_lora(1)
 
 
 class TestPinWhileAReloadWaits:
@@ -668,18 +563,6 @@ class TestOwnership:
         with pytest.raises(ValueError, match="lora_int_id 1 belongs to adapter 'qv'"):
             engine.add_request("a", PROMPT, greedy(), lora_request=world.request("mlp", lora_int_id=1))
 
-    def test_a_folder_deleted_before_the_first_step_fails_that_request_alone(self, world, folder):
-        engine = world.engine()
-        engine.add_request("gone", PROMPT, greedy(), lora_request=LoRARequest("mine", 5, str(folder)))
-        engine.add_request("base", PROMPT, greedy(4))
-        shutil.rmtree(folder)
-
-        outputs = run(engine)
-
-        assert outputs["gone"].outputs[0].finish_reason == "error"
-        assert "mine" in outputs["gone"].error
-        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 4)
-
     def test_a_folder_deleted_after_it_was_read_is_not_missed(self, world, folder):
         engine = world.engine()
         engine.add_lora(LoRARequest("mine", 5, str(folder)))
@@ -688,15 +571,6 @@ class TestOwnership:
         engine.add_request("a", PROMPT, greedy(4), lora_request=LoRARequest("mine", 5, str(folder)))
 
         assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
-
-    def test_adapters_out_of_memory_are_read_again(self, world):
-        engine = world.engine(max_loras=1, max_cpu_loras=1)
-
-        for i, name in enumerate(("qv", "all", "qv", "all")):
-            engine.add_request(str(i), PROMPT, greedy(4), lora_request=world.request(name))
-            assert tokens_of(run(engine)[str(i)]) == world.oracle().greedy(name, PROMPT, 4)
-
-        assert engine.get_metrics()["lora"]["loads"] == 4
 
 
 class TestAPathThatLeadsElsewhere:
