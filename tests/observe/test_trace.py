@@ -16,6 +16,9 @@ from minivllm.observe.palette import adapter_colours
 from minivllm.observe.reports import SchedulerStats, snapshot
 from minivllm.observe.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
 from minivllm.observe.trace_plot import draw_trace
+from tests.oracles.recorded import RecordedWorld
+from tests.worlds.engines import greedy, run, tokens_of
+from tests.worlds.models import token_ids
 
 
 def small_trace() -> Trace:
@@ -295,3 +298,93 @@ def test_an_engine_that_has_done_nothing_has_a_snapshot():
 
     assert found["tokens_per_second"] == 0
     assert found["lora"] is None
+
+
+class TestRecordOfAStep:
+    @pytest.fixture
+    def world(self):
+        return RecordedWorld()
+
+    def test_names_the_rows_their_slots_and_what_the_step_loaded(self, world):
+        engine = world.engine(max_loras=2)
+        engine.add_request("q", [5, 6, 7], greedy(4), lora_request=world.request("qv"))
+        engine.add_request("base", [5, 6], greedy(4))
+        engine.add_request("m", [5, 6, 7, 8], greedy(4), lora_request=world.request("mlp"))
+
+        engine.step()
+
+        [record] = engine.trace.records
+        assert [(row.request, row.adapter, row.slot, row.tokens, row.kind) for row in record.rows] == [
+            ("base", None, None, 2, "prefill"),
+            ("q", "qv", 0, 3, "prefill"),
+            ("m", "mlp", 1, 4, "prefill"),
+        ]
+        assert record.slots == ["qv", "mlp"]
+        assert record.loads == ["qv", "mlp"]
+        assert record.activations == [SlotEvent("qv", 0), SlotEvent("mlp", 1)]
+        assert (record.running, record.waiting, record.skipped, record.evictions) == (3, [], [], [])
+
+    def test_tells_who_was_skipped_and_who_was_evicted(self, world):
+        engine = world.engine(max_loras=1)
+        engine.add_request("first", [5, 6, 7], greedy(1), lora_request=world.request("qv"))
+        engine.add_request("second", [5, 6, 7], greedy(1), lora_request=world.request("all"))
+
+        run(engine)
+
+        first, second = engine.trace.records
+        assert first.skipped == [TraceSkip("second", "all", "max_loras")]
+        assert first.waiting == ["second"]
+        assert second.evictions == [SlotEvent("qv", 0)]
+        assert second.slots == ["all"]
+
+    def test_calls_parts_of_a_prompt_chunks_and_single_tokens_decodes(self, world):
+        engine = world.engine(max_num_batched_tokens=4)
+        engine.add_request("a", token_ids(9, 1), greedy(3))
+
+        run(engine)
+
+        assert [(row.tokens, row.kind) for r in engine.trace.records for row in r.rows] == [
+            (4, "chunk"),
+            (4, "chunk"),
+            (1, "chunk"),
+            (1, "decode"),
+            (1, "decode"),
+        ]
+
+    def test_tells_hits_when_a_request_is_admitted(self, world):
+        engine = world.engine()
+        for name in ("a", "b"):
+            engine.add_request(name, token_ids(9, 1), greedy(2), lora_request=world.request("qv"))
+            run(engine)
+
+        rows = [row for record in engine.trace.records for row in record.rows]
+        assert [(row.request, row.tokens, row.cached, row.kind) for row in rows] == [
+            ("a", 9, 0, "prefill"),
+            ("a", 1, 0, "decode"),
+            ("b", 1, 8, "prefill"),
+            ("b", 1, 0, "decode"),
+        ]
+
+    def test_tells_who_was_preempted_and_what_is_computed_again(self, world):
+        engine = world.engine(num_kv_blocks=6, block_size=4, enable_prefix_caching=False)
+        engine.add_request("old", token_ids(7, 1), greedy(8))
+        engine.add_request("young", token_ids(6, 2), greedy(8), lora_request=world.request("qv"))
+
+        outputs = run(engine)
+
+        preempted = [record for record in engine.trace.records if record.preempted]
+        assert [record.preempted for record in preempted] == [["young"]]
+        again = [row for r in engine.trace.records for row in r.rows if row.request == "young"]
+        assert [row.kind for row in again].count("prefill") == 2
+        assert tokens_of(outputs["young"]) == world.oracle().greedy("qv", token_ids(6, 2), 8)
+        assert outputs["young"].metrics.num_preemptions == 1
+
+    def test_lists_the_pinned(self, world):
+        engine = world.engine()
+        engine.add_lora(world.request("mlp"))
+        engine.pin_lora(3)
+        engine.add_request("a", [5, 6], greedy(1))
+
+        engine.step()
+
+        assert engine.trace.records[0].pinned == ["mlp"]

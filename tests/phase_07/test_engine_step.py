@@ -1,13 +1,11 @@
-"""One step of the engine after another gives PEFT's tokens (lab 7.4), and what the record of a step says."""
+"""One step of the engine after another gives PEFT's tokens (lab 7.4)."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from minivllm import LoRARequest
-from minivllm.observe.trace import SlotEvent, Trace, TraceSkip
 from tests.oracles.recorded import RecordedWorld
 from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.models import character_backend, token_ids
@@ -118,101 +116,3 @@ def test_a_pass_that_fails_ends_the_requests_of_its_step_and_counts_for_nothing(
     for name in (None, "qv", "all"):
         assert outputs[str(name)].num_cached_tokens == 0
         assert tokens_of(outputs[str(name)]) == world.oracle().greedy(name, token_ids(7, 1), 4)
-
-
-class TestRecord:
-    def test_names_the_rows_their_slots_and_what_the_step_loaded(self, world):
-        engine = world.engine(max_loras=2)
-        engine.add_request("q", [5, 6, 7], greedy(4), lora_request=world.request("qv"))
-        engine.add_request("base", [5, 6], greedy(4))
-        engine.add_request("m", [5, 6, 7, 8], greedy(4), lora_request=world.request("mlp"))
-
-        engine.step()
-
-        [record] = engine.trace.records
-        assert [(row.request, row.adapter, row.slot, row.tokens, row.kind) for row in record.rows] == [
-            ("base", None, None, 2, "prefill"),
-            ("q", "qv", 0, 3, "prefill"),
-            ("m", "mlp", 1, 4, "prefill"),
-        ]
-        assert record.slots == ["qv", "mlp"]
-        assert record.loads == ["qv", "mlp"]
-        assert record.activations == [SlotEvent("qv", 0), SlotEvent("mlp", 1)]
-        assert (record.running, record.waiting, record.skipped, record.evictions) == (3, [], [], [])
-
-    def test_tells_who_was_skipped_and_who_was_evicted(self, world):
-        engine = world.engine(max_loras=1)
-        engine.add_request("first", [5, 6, 7], greedy(1), lora_request=world.request("qv"))
-        engine.add_request("second", [5, 6, 7], greedy(1), lora_request=world.request("all"))
-
-        run(engine)
-
-        first, second = engine.trace.records
-        assert first.skipped == [TraceSkip("second", "all", "max_loras")]
-        assert first.waiting == ["second"]
-        assert second.evictions == [SlotEvent("qv", 0)]
-        assert second.slots == ["all"]
-
-    def test_calls_parts_of_a_prompt_chunks_and_single_tokens_decodes(self, world):
-        engine = world.engine(max_num_batched_tokens=4)
-        engine.add_request("a", token_ids(9, 1), greedy(3))
-
-        run(engine)
-
-        assert [(row.tokens, row.kind) for r in engine.trace.records for row in r.rows] == [
-            (4, "chunk"),
-            (4, "chunk"),
-            (1, "chunk"),
-            (1, "decode"),
-            (1, "decode"),
-        ]
-
-    def test_tells_hits_when_a_request_is_admitted(self, world):
-        engine = world.engine()
-        for name in ("a", "b"):
-            engine.add_request(name, token_ids(9, 1), greedy(2), lora_request=world.request("qv"))
-            run(engine)
-
-        rows = [row for record in engine.trace.records for row in record.rows]
-        assert [(row.request, row.tokens, row.cached, row.kind) for row in rows] == [
-            ("a", 9, 0, "prefill"),
-            ("a", 1, 0, "decode"),
-            ("b", 1, 8, "prefill"),
-            ("b", 1, 0, "decode"),
-        ]
-
-    def test_tells_who_was_preempted_and_what_is_computed_again(self, world):
-        engine = world.engine(num_kv_blocks=6, block_size=4, enable_prefix_caching=False)
-        engine.add_request("old", token_ids(7, 1), greedy(8))
-        engine.add_request("young", token_ids(6, 2), greedy(8), lora_request=world.request("qv"))
-
-        outputs = run(engine)
-
-        preempted = [record for record in engine.trace.records if record.preempted]
-        assert [record.preempted for record in preempted] == [["young"]]
-        again = [row for r in engine.trace.records for row in r.rows if row.request == "young"]
-        assert [row.kind for row in again].count("prefill") == 2
-        assert tokens_of(outputs["young"]) == world.oracle().greedy("qv", token_ids(6, 2), 8)
-        assert outputs["young"].metrics.num_preemptions == 1
-
-    def test_lists_the_pinned(self, world):
-        engine = world.engine()
-        engine.add_lora(world.request("mlp"))
-        engine.pin_lora(3)
-        engine.add_request("a", [5, 6], greedy(1))
-
-        engine.step()
-
-        assert engine.trace.records[0].pinned == ["mlp"]
-
-    def test_is_json_a_line_and_comes_back(self, world, tmp_path):
-        engine = world.engine(max_loras=1)
-        for i, name in enumerate([None, *world.names]):
-            engine.add_request(str(i), token_ids(5, i), greedy(3), lora_request=world.request(name))
-        run(engine)
-
-        engine.trace.write_jsonl(tmp_path / "trace.jsonl")
-
-        lines = (tmp_path / "trace.jsonl").read_text().splitlines()
-        assert len([json.loads(line) for line in lines]) == len(engine.trace)
-        assert Trace.read_jsonl(tmp_path / "trace.jsonl").records == engine.trace.records
