@@ -48,8 +48,8 @@ PATHS = {
     **{
         f"minivllm.lora.layers.{name}": layers
         for name in (
-            *("column_parallel_linear", "row_parallel_linear", "replicated_linear", "fused_moe"),
-            *("vocal_parallel_embedding", "logits_processor"),
+            *("base_linear", "column_parallel_linear", "row_parallel_linear", "replicated_linear"),
+            *("fused_moe", "vocal_parallel_embedding", "logits_processor"),
         )
     },
     "minivllm.config.lora": minivllm.config,
