@@ -20,6 +20,7 @@ include_patterns = [
     "phases/**",
     "solutions/**",
     "benchmarks/README.md",
+    "examples/README.md",
     "minivllm/simulate/traces/README.md",
     "adapters/README.md",
     "adapters/*/README.md",
@@ -36,6 +37,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+# An attribute whose value is another module's class would have that module's page link back to the wrong place.
+viewcode_follow_imported_members = False
 
 html_theme = "furo"
 html_title = "minivllm"
