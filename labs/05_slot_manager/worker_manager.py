@@ -144,8 +144,9 @@ class LRUCacheWorkerLoRAManager:
         """Load, or with `load_inplace` load again, and activate if a slot can be had. True: it is in memory.
 
         Asking counts as use. Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old
-        weights serving. RuntimeError when memory is full of adapters that are pinned or in use. Without a slot to
-        be had (`has_room_for`) it waits in memory for the step that needs it. What a copy raises is raised here.
+        weights serving, also where only the copy into a slot fails; what that raises is raised here. RuntimeError
+        when memory is full of adapters that are pinned or in use. Without a slot to be had (`has_room_for`) it
+        waits in memory for the step that needs it.
         """
         raise Todo("lab 5.8: load when somebody asks for it")
 

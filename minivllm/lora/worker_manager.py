@@ -150,19 +150,26 @@ class LRUCacheWorkerLoRAManager:
         """Load, or with `load_inplace` load again, and activate if a slot can be had. True: it is in memory.
 
         Asking counts as use. Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old
-        weights serving. RuntimeError when memory is full of adapters that are pinned or in use. Without a slot to
-        be had (`has_room_for`) it waits in memory for the step that needs it. What a copy raises is raised here.
+        weights serving, also where only the copy into a slot fails; what that raises is raised here. RuntimeError
+        when memory is full of adapters that are pinned or in use. Without a slot to be had (`has_room_for`) it
+        waits in memory for the step that needs it.
         """
         manager = self.manager
         adapter_id = lora_request.lora_int_id
-        known = manager.get_adapter(adapter_id) is not None
+        old = manager.get_adapter(adapter_id)
+        known = old is not None
         if known and lora_request.load_inplace:
             manager.replace_adapter(self._load(lora_request))
         else:
             self._load_if_missing(lora_request)
         manager.touch_adapter(adapter_id)
         if manager.has_room_for(adapter_id):
-            manager.activate_adapter(adapter_id)
+            try:
+                manager.activate_adapter(adapter_id)
+            except BaseException:
+                if known:
+                    manager.replace_adapter(old)
+                raise
         return True
 
     # endregion

@@ -198,3 +198,19 @@ def test_a_copy_that_fails_keeps_the_adapter_in_memory_for_the_next_step(folders
     assert_memory(worker.manager, [1], "the copy of 1 failed, but it was read")
     worker.set_active_adapters(folders.requests(1), None)
     assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
+
+
+def test_a_reload_whose_copy_fails_leaves_the_old_weights_to_be_served(folders, monkeypatch):
+    """A caller who was told that the reload failed asks for the adapter again, and expects what it was before."""
+    worker = make_worker(slots=1, memory=2)
+    for adapter_id in (1, 2):
+        worker.add_adapter(folders.request(adapter_id))
+    served = folders.weights[1]
+    folders.write(1, seed=100)
+    with monkeypatch.context() as broken:
+        fail_copies(broken, worker.manager)
+        with pytest.raises(OSError, match="device lost"):
+            worker.add_adapter(folders.request(1, load_inplace=True))
+
+    worker.add_adapter(folders.request(1))
+    assert_slot_holds(worker.manager, 0, served, "adapter 1 as it was before the reload that failed")
