@@ -138,26 +138,23 @@ class PEFTHelper:
 
     # region lab 1.3: scaling of one module
     def scaling(self, module_name: str, rank: int) -> float:
-        """The factor on B·A of one module.
+        """The factor on B·A of one module, as it was in training (rsLoRA: https://arxiv.org/abs/2312.03732).
 
         module_name   as Hugging Face names it, e.g. `model.layers.0.self_attn.q_proj`
         rank          of the module's own tensors, which a `rank_pattern` may have set
-
-        alpha / rank, or alpha / sqrt(rank) for rsLoRA (`use_rslora`, https://arxiv.org/abs/2312.03732), alpha being
-        the module's.
         """
         raise Todo("lab 1.3: scaling of one module")
 
     def alpha(self, module_name: str) -> float:
-        """The alpha of one module: the first in `alpha_pattern` whose key matches, else `lora_alpha`."""
+        """The alpha of one module. Of several keys of `alpha_pattern` that match, PEFT takes the first."""
         raise Todo("lab 1.3: scaling of one module")
 
     def _matches(self, key: str, module_name: str) -> bool:
-        r"""PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
+        """Whether PEFT would apply this key of a pattern to a module.
 
-        It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
-        not. So the expression is `(.*\.)?(KEY)$`. `self._patterns.match(expression, name)` says whether `re.match`
-        would find it, in limited time. ValueError for a key that takes too long.
+        The key is a regular expression for the end of the name, from where a part of the name begins: `q_proj` and
+        `self_attn.q_proj|o_proj` match `layers.0.self_attn.q_proj`, `proj` does not. ValueError for a key that takes
+        too long to match (`Patterns.match`).
         """
         raise Todo("lab 1.3: scaling of one module")
 

@@ -35,12 +35,12 @@ class LoRAMapping:
 
 # region lab 3.1: translate adapter ids to slots
 def slots_of(ids: tuple[int, ...], lora_index_to_id: list[int | None]) -> list[int]:
-    """The slot of every row; -1 for base rows.
+    """Whose weights every row is computed with: its slot, -1 for base rows.
 
     ids               (T,) adapter ids, 0 = base
     lora_index_to_id  (S,) adapter id in each slot, None = free
 
-    Raises ValueError naming every id that sits in no slot: it would be served by whatever is there instead.
+    No row may be computed with weights that are not its adapter's. ValueError names every id for which that would be.
     """
     raise Todo("lab 3.1: translate adapter ids to slots")
 

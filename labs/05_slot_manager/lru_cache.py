@@ -44,9 +44,9 @@ class LRUCache(OrderedDict[int, V]):
         raise Todo("lab 5.1: use, and forget what was used longest ago")
 
     def put(self, key: int, value: V, spare: Collection[int] = ()) -> None:
-        """Add or replace; either way just used. If full, the oldest is forgotten first.
+        """Add or replace, which is a use. There are never more than `capacity` entries.
 
-        RuntimeError, and nothing has changed, when every entry is in `spare`.
+        RuntimeError, and nothing has changed, when there is no room and none may be made.
         """
         raise Todo("lab 5.1: use, and forget what was used longest ago")
 

@@ -176,15 +176,12 @@ class LRUCacheLoRAModelManager:
 
     # region lab 5.2: copy first, then say so
     def activate_adapter(self, lora_id: int) -> bool:
-        """Copy a registered adapter into a slot (`_write`). False, and just used, if it is in one already.
+        """Bring a registered adapter into a slot, which is a use. Whether it had to be copied.
 
-        ValueError that names an id that is not registered, before `find_slot` evicts anybody for it. The slot
-        table names an adapter only once all its weights are there; a failed copy leaves the slot free. Once the table
-        names it, an "activate" is told with slot and seconds. They are by `time.perf_counter`, since the wall clock
-        may be set back.
-
-        To use: `tiers.slots`, the table, with its `put` (lru_cache.py), `tiers.find_slot`, `touch_adapter`,
-        `get_adapter` and `tell(kind, id, slot, seconds=...)`.
+        Whatever is raised in it, Ctrl-C included, the slot table names an adapter only while all its weights are in
+        that slot, and a slot whose copy failed is free. ValueError names an id that is not registered, and no adapter
+        is evicted for it. Listeners hear of a copy that succeeded, once the table says so: "activate", with the slot
+        and the seconds (`time.perf_counter`: the wall clock may be set back).
         """
         raise Todo("lab 5.2: copy first, then say so")
 

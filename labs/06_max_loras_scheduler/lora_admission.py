@@ -41,7 +41,7 @@ class LoRAAdmission:
 
     # region lab 6.1: whose adapters hold a slot
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
-        """Count afresh what is taken before anybody is admitted: `pinned`, `num_running` and `taken`.
+        """A step begins: what was noted in the step before does not count any more, and nobody is admitted yet.
 
         running     the adapter of each running request, also of those that get no tokens in this step
         pinned      adapters whose slots are pinned, also those that no request uses
@@ -49,11 +49,11 @@ class LoRAAdmission:
         raise Todo("lab 6.1: whose adapters hold a slot")
 
     def fits(self, adapter_id: int) -> bool:
-        """Whether a request of this adapter can join the batch. Base always can: it needs no slot."""
+        """Whether a request of this adapter, or of base, can join the batch that there is by now."""
         raise Todo("lab 6.1: whose adapters hold a slot")
 
     def take(self, adapter_id: int) -> None:
-        """A request of an adapter that fits, or of base, has joined, or is about to. It is `taken`; base never is."""
+        """A request of an adapter that fits, or of base, has joined, or a slot is kept for one that will."""
         raise Todo("lab 6.1: whose adapters hold a slot")
 
     def never_fits(self, adapter_id: int) -> bool:

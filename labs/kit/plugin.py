@@ -19,7 +19,7 @@ IS_SHORT = pytest.StashKey[bool]()
 LONGEST = 16  # lines of a message that are shown
 # What errors mean here that say nothing themselves.
 MEANING: dict[type[BaseException], str] = {
-    bdb.BdbQuit: "a debugger has no terminal here; `lab check N.M --pdb` runs the exercise's tests in yours",
+    bdb.BdbQuit: "a debugger has no terminal here; `lab debug N.M` runs the exercise's tests in yours",
     MemoryError: "the tests may take 3 GiB of memory beside what they begin with, and this takes more",
 }
 _NOTHING = re.compile(r"\bNone(?:Type)?\b")

@@ -40,7 +40,7 @@ class LoRAAdmission:
 
     # region lab 6.1: whose adapters hold a slot
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
-        """Count afresh what is taken before anybody is admitted: `pinned`, `num_running` and `taken`.
+        """A step begins: what was noted in the step before does not count any more, and nobody is admitted yet.
 
         running     the adapter of each running request, also of those that get no tokens in this step
         pinned      adapters whose slots are pinned, also those that no request uses
@@ -50,11 +50,11 @@ class LoRAAdmission:
         self.taken = self.pinned | set(self.num_running)
 
     def fits(self, adapter_id: int) -> bool:
-        """Whether a request of this adapter can join the batch. Base always can: it needs no slot."""
+        """Whether a request of this adapter, or of base, can join the batch that there is by now."""
         return adapter_id == 0 or adapter_id in self.taken or len(self.taken) < self.max_loras
 
     def take(self, adapter_id: int) -> None:
-        """A request of an adapter that fits, or of base, has joined, or is about to. It is `taken`; base never is."""
+        """A request of an adapter that fits, or of base, has joined, or a slot is kept for one that will."""
         if adapter_id:
             self.taken.add(adapter_id)
 

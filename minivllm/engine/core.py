@@ -160,17 +160,17 @@ class EngineCore:
     def _step(self, outputs: list[RequestOutput]) -> None:
         """One step. What is new of a request goes into `outputs` at once: it is not lost if the rest fails.
 
-        First reloads and unloads are settled (`_settle_adapters`), then the scheduler decides. The output
-        processor hears of each request that was admitted (`mark_scheduled`): `cached_tokens` has their ids. The
-        refused are finished (`_finish`). A step in which nothing is scheduled ends here.
-
-        Then the adapters are read (`_prepare_adapters`). Requests whose adapter cannot be loaded end with
-        finish_reason "error". The step is dropped with them, and the others go on with the next one.
-
-        It is launched (`_launch`), and what was launched is sampled (`_sample`). In between the `listeners` hear of the
-        step, and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
-        `update_from_output` takes request id -> [token]. Whoever it names gets an output with its logprobs.
-        `metrics.observe_step` counts the step, the seconds from its beginning, and those from launch to tokens.
+        What always holds, in whatever order the calls are made that this leaves open:
+        - The scheduler sees reloads and unloads whose time has come as done.
+        - The output processor hears of each request that was admitted (`cached_tokens` has their ids), and those that
+          can never run are finished.
+        - A request whose adapter cannot be read ends with finish_reason "error", and with it this step: nothing of it
+          is computed, and the others go on with the next one.
+        - A step in which nothing is scheduled launches nothing.
+        - While a GPU computes, the `listeners` hear of the step and the adapters of `prefetch` are copied.
+        - Nothing is committed before all tokens are there: request id -> [token]. Each request that the scheduler then
+          names gets an output with its logprobs.
+        - `metrics` count the step with all its seconds, and those from the launch to the tokens. `clock` tells them.
         """
         started = self.clock()
         self._settle_adapters(outputs)

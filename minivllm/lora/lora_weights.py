@@ -38,9 +38,9 @@ class LoRALayerWeights:
 
     # region lab 1.4: fold the scaling into B, once
     def optimize(self) -> Self:
-        """Multiply B by the scaling, so that no forward pass has to, and return self.
+        """These weights, with a scaling of 1 and the same product as before, however often it is called.
 
-        Doing it again changes nothing. B is replaced, not written to: whoever read it from a file may still hold it.
+        Others may hold the same tensors.
         """
         if self.scaling != 1:
             self.lora_b = self.lora_b * self.scaling  # (N, r)

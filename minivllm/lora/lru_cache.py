@@ -43,9 +43,9 @@ class LRUCache(OrderedDict[int, V]):
         self.move_to_end(key)
 
     def put(self, key: int, value: V, spare: Collection[int] = ()) -> None:
-        """Add or replace; either way just used. If full, the oldest is forgotten first.
+        """Add or replace, which is a use. There are never more than `capacity` entries.
 
-        RuntimeError, and nothing has changed, when every entry is in `spare`.
+        RuntimeError, and nothing has changed, when there is no room and none may be made.
         """
         if key not in self and len(self) >= self.capacity:
             self.remove_oldest(spare)

@@ -175,12 +175,12 @@ class LRUCacheLoRAModelManager:
 
     # region lab 5.2: copy first, then say so
     def activate_adapter(self, lora_id: int) -> bool:
-        """Copy a registered adapter into a slot (`_write`). False, and just used, if it is in one already.
+        """Bring a registered adapter into a slot, which is a use. Whether it had to be copied.
 
-        ValueError that names an id that is not registered, before `find_slot` evicts anybody for it. The slot
-        table names an adapter only once all its weights are there; a failed copy leaves the slot free. Once the table
-        names it, an "activate" is told with slot and seconds. They are by `time.perf_counter`, since the wall clock
-        may be set back.
+        Whatever is raised in it, Ctrl-C included, the slot table names an adapter only while all its weights are in
+        that slot, and a slot whose copy failed is free. ValueError names an id that is not registered, and no adapter
+        is evicted for it. Listeners hear of a copy that succeeded, once the table says so: "activate", with the slot
+        and the seconds (`time.perf_counter`: the wall clock may be set back).
         """
         if lora_id in self.tiers.slots:
             self.touch_adapter(lora_id)

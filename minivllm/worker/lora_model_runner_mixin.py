@@ -63,14 +63,13 @@ class LoRAModelRunnerMixin:
         num_scheduled_tokens: np.ndarray,
         num_sampled_tokens: np.ndarray | None = None,
     ) -> None:
-        """Before every forward pass: adapters into slots, then ids into slots, then the backend's metadata.
+        """Called before every forward pass, also one of base rows alone. Afterwards each adapter of the batch is in a
+        slot, and the backend has the slot of every token and of every sampled row, as the slots are now.
 
         num_scheduled_tokens   (P,) int, tokens of each row of the batch
         num_sampled_tokens     (P,) int; None = every row samples one
 
-        All of it is one call of the manager's `set_active_adapters`, which keeps the order. Ids that are translated
-        first would lead to the slots as they were before this step's evictions. It gets adapter *ids*, as a
-        `LoRAMapping` with `is_prefill=True`, as in vLLM; no backend here asks.
+        As in vLLM every mapping says `is_prefill=True`, and no backend here asks.
 
         RuntimeError when LoRA is off (`_manager`).
         """

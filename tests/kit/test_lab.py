@@ -282,13 +282,13 @@ def test_what_the_code_prints_is_shown_whether_it_passes_or_fails(checkout):
     assert "      printed: rows 0\n" in passing
     assert "✗ 3.4" in failing
     assert "      printed: rows 1\n" in failing
-    assert "lab check 3.4 --pdb has a debugger at breakpoint() and where a test fails\n" in failing
+    assert "lab debug 3.4 stops at breakpoint() and where a test fails; lab api 3.4 shows" in failing
 
 
 def test_a_debugger_stops_at_a_breakpoint_in_ones_code_and_where_a_test_fails(checkout):
     checkout.answer("3.4", ("    runs: list", "    breakpoint()\n    return 5\n    runs: list"))
 
-    result = checkout.lab("check", "3.4", "--pdb", stdin="p 6 * 7\nclear\ny\nc\np found\nq\n")
+    result = checkout.lab("debug", "3.4", stdin="p 6 * 7\nclear\ny\nc\np found\nq\n")
 
     assert "(Pdb) 42\n" in result.stdout
     assert "-> assert found == runs" in result.stdout

@@ -34,7 +34,7 @@ WRONG = {
     ),
     "a breakpoint": (
         ("3.4", "    return runs\n", "    breakpoint()\n    return runs\n"),
-        "BdbQuit: a debugger has no terminal here; `lab check 3.4 --pdb` runs the exercise's tests in yours",
+        "BdbQuit: a debugger has no terminal here; `lab debug 3.4` runs the exercise's tests in yours",
     ),
     "too much memory": (
         ("3.4", "    return runs\n", "    return [bytearray(5 << 30)]\n"),

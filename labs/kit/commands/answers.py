@@ -1,4 +1,4 @@
-"""`lab hint`, `lab diff`, `lab reset` and `lab migrate`: about what you have written, or will."""
+"""`lab hint`, `lab api`, `lab diff`, `lab reset` and `lab migrate`: about what you have written, or will."""
 
 from typing import Annotated
 
@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from labs.kit.api import page_of
 from labs.kit.commands import hunts
 from labs.kit.commands.shared import Number, choose, choose_one, console, only_hunt
 from labs.kit.hints import hints_of
@@ -31,6 +32,21 @@ def hint(number: Number) -> None:
     progress.save()
     console.print(f"[bold]Hint {given} of {len(hints.hints)}, lab {number}: {escape(exercise.title)}[/]")
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
+
+
+def api(number: Number) -> None:
+    """What an exercise may use: signatures and docstrings of what is around it, and no bodies."""
+    exercise = choose_one(number)
+    uses, entries = page_of(exercise)
+    console.print(f"[bold]lab {number}: {escape(exercise.title)}[/]")
+    for function, sentence in uses.items():
+        console.print(f"{function}: {sentence}", markup=False)
+    where = ""
+    for entry in entries:
+        if entry.where != where:
+            where = entry.where
+            console.print(f"\n[bold]{escape(where)}[/]")
+        console.print(entry.text, markup=False)
 
 
 def diff(

@@ -1,4 +1,4 @@
-"""`lab check` and `lab watch`."""
+"""`lab check`, `lab debug` and `lab watch`."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from labs.kit.commands import hunts
 from labs.kit.commands.run import environment
-from labs.kit.commands.shared import SIGNS, WIPE, Which, choose, choose_one, console
+from labs.kit.commands.shared import SIGNS, WIPE, Number, Which, choose, choose_one, console
 from labs.kit.hunt import choose_hunts, is_hunt
 from labs.kit.path import mark, track_of
 from labs.kit.progress import Progress, digest, is_untouched, learners_exercise, place, shown
@@ -44,6 +44,11 @@ def check(which: Which = None, trace: Trace = False, pdb: Pdb = False) -> None:
     raise typer.Exit(0 if check_all(chosen, trace) else 1)
 
 
+def debug_command(number: Number) -> None:
+    """Run an exercise's tests in a debugger: it stops at breakpoint() and where a test fails."""
+    raise typer.Exit(debug(choose_one(number)))
+
+
 def debug(exercise: Exercise) -> int:
     """Run its tests in this terminal, up to the first that fails; the exit status."""
     from labs.kit.forks import test_files
@@ -60,6 +65,8 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     from labs.kit.grade import grade
 
     progress, states = Progress(), {}
+    if console.is_terminal:
+        print("loading PyTorch\r", end="", flush=True)  # wiped by the first test
     graded = grade(chosen, trace, say_test if console.is_terminal else None, say_wait)
     for result in in_order(graded, chosen):
         states[result.exercise.number] = result.state
@@ -74,8 +81,8 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
         console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
         if states[stuck.number] == "failed":
             console.print(
-                f"[dim]what your code prints is shown; lab check {stuck.number} --pdb has a debugger at breakpoint()"
-                " and where a test fails[/]"
+                f"[dim]what your code prints is shown; lab debug {stuck.number} stops at breakpoint() and where a test"
+                f" fails; lab api {stuck.number} shows what you may use[/]"
             )
     if not left and len(chosen) == 1:
         number = chosen[0].number

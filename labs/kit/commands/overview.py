@@ -76,4 +76,5 @@ def say_next(exercise: Exercise | None) -> None:
     minutes = f", about {hints.minutes} minutes" if hints else ""
     console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{mark(exercise)}{minutes}")
     console.print(f"  read:  phases/{exercise.phase}/README.md\n  write: {place(exercise)}")
-    console.print(f"  lab check {exercise.number}    lab hint {exercise.number}")
+    number = exercise.number
+    console.print(f"  lab check {number}    lab hint {number}    lab api {number}")

@@ -1,0 +1,43 @@
+"""`lab api`: signatures and docstrings of what an exercise may use, and no answer."""
+
+import ast
+
+import pytest
+
+from labs.kit.api import page_of
+from labs.kit.regions import Function, read_engine
+
+EXERCISES = read_engine()
+
+
+def text_of(number):
+    _, entries = page_of(EXERCISES[number])
+    return "\n".join(entry.text for entry in entries)
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_no_line_of_code_is_shown(number):
+    """Of no exercise, since a page has what the module and its imports define: other answers are among these."""
+    page = text_of(number)
+
+    for other in EXERCISES.values():
+        for function in ast.walk(ast.parse(other.code())):
+            if isinstance(function, Function):
+                for statement in function.body[1:] if ast.get_docstring(function) else function.body:
+                    code = ast.unparse(statement).splitlines()[0]
+                    assert len(code) < 25 or code not in page, f"{other.number}: {code}"
+
+
+def test_what_the_step_needs_is_there():
+    page = text_of("7.4")
+
+    for name in ("_settle_adapters(", "_prepare_adapters(", "_launch(", "_sample(", "_finish(", "schedule()"):
+        assert name in page
+    assert "update_from_output(" in page
+    assert " _step(" not in page, "it is what is asked for, and its contract stands in the starter"
+
+
+def test_sentences_about_what_to_use_come_first():
+    uses, _ = page_of(EXERCISES["7.3"])
+
+    assert uses["_prepare_inputs"].startswith("`all_token_ids`")
