@@ -172,8 +172,6 @@ def test_a_field_of_another_type_is_refused_with_its_value(changes, message):
     ("changes", "message"),
     [
         ({"modules_to_save": ["lm_head"]}, r"only supports modules_to_save being None, got \['lm_head'\]"),
-        ({"use_dora": True}, "does not yet support DoRA"),
-        ({"use_dora": "true"}, "does not yet support DoRA"),
         (
             {"bias": "all"},
             "Adapter bias cannot be used without bias_enabled.*bias 'all' changes the base model",
@@ -188,8 +186,6 @@ def test_a_field_of_another_type_is_refused_with_its_value(changes, message):
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices"),
-        ({"alora_invocation_tokens": [5, 6]}, "aLoRA"),
-        ({"alora_invocation_tokens": []}, "aLoRA"),
         ({"target_parameters": ["experts.down_proj", "experts.scale"]}, "experts.scale"),
         ({"use_qalora": True}, "QALoRA"),
         ({"use_bdlora": {"nblocks": 2}}, "BD-LoRA"),
@@ -206,8 +202,22 @@ def test_what_the_engine_cannot_serve_is_refused_by_name(changes, message):
         helper(**changes).validate_legal(LoRAConfig(max_lora_rank=16))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "does not yet support DoRA"),
+        ({"use_dora": "true"}, "does not yet support DoRA"),
+        ({"alora_invocation_tokens": [5, 6]}, "aLoRA"),
+        ({"alora_invocation_tokens": []}, "aLoRA"),
+    ],
+)
+def test_what_an_extension_serves_the_core_by_itself_refuses_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PEFTHelper.from_dict(good_config(**changes)).validate_legal(LoRAConfig(max_lora_rank=16))
+
+
 def test_all_reasons_are_told_at_once():
-    adapter = helper(use_dora=True, bias="all", r=99)
+    adapter = PEFTHelper.from_dict(good_config(use_dora=True, bias="all", r=99))
 
     with pytest.raises(ValueError, match=r"DoRA.*bias 'all'.*rank 99 is greater than max_lora_rank 16"):
         adapter.validate_legal(LoRAConfig(max_lora_rank=16))
