@@ -124,8 +124,6 @@ def test_the_engine_made_of_filled_starters_generates_what_the_engine_does(check
 @pytest.mark.nightly
 def test_grades_are_all_or_nothing_for_each_exercise_alone(checkout):
     checkout.forget()
-    assert {entry["points"] for entry in checkout.grade().values()} == {0}
-
     checkout.solve(*(EXERCISES.keys() - {"2.2"}))
     right = checkout.file("5.1").read_text()
     wrong = right.replace("self.move_to_end(key)", "pass")
