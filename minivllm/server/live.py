@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, StreamingResponse
 
+import minivllm
 from minivllm.errors import EngineDeadError
 from minivllm.observe.page import build_page, run_of
 from minivllm.observe.trace import StepRecord
@@ -121,6 +122,7 @@ def latencies(seconds: Collection[float]) -> dict[str, float | int | None]:
 def _names(server: Server) -> dict[str, Any]:
     settings = server.settings
     return {
+        "version": minivllm.__version__,
         "model": settings.model_name,
         "adapters": sorted(server.names.served),
         "may_change": settings.allow_runtime_lora and server.llm.config.lora_config is not None,

@@ -1,7 +1,7 @@
 """Routes: the body of a request is parsed for its handler, whose result becomes the response.
 
 Stands for FastAPI, which vLLM 0.22.1 uses. Its routing, dependencies and parsing of bodies took more processor time
-than all the rest of a request (docs/serving.md).
+than all the rest of a request (docs/serving-measured.md).
 """
 
 from collections.abc import Awaitable, Callable, Sequence

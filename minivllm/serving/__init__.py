@@ -6,5 +6,5 @@ Brings      `AsyncLLM`: streams, and adapters that are read concurrently with st
 Implements  `LLMEngine` is stepped by a thread of its own; `AdapterSource.why_wait` has requests wait until their
             adapter has been read, and one of the engine's `listeners` reports steps
 Costs       some 2,100 lines; one process more, which imports PyTorch again, and pickling of each request and each
-            step's outputs. Memory over hours is in docs/serving.md
+            step's outputs. Memory over hours is in docs/serving-measured.md
 """

@@ -173,7 +173,7 @@ class Page {
     this.range.max = Math.max(0, this.trace.length - 1);
     this.range.value = this.column;
     const step = this.trace.at(this.column) || (this.two && this.trace.at(this.column, 1));
-    const text = step ? `step ${step.step} · ${step.time_s.toFixed(2)} s` : "no step yet";
+    const text = step ? `step ${step.step} · ${clock(step.time_s)}` : "no step yet";
     this.place.textContent = text;
     this.range.setAttribute("aria-valuetext", text);
   }
@@ -219,7 +219,7 @@ class Page {
     const title = `${name}step ${step.step}`.replace(/^./, (first) => first.toUpperCase());
     const parts = [
       el("h2", {}, title),
-      el("p", { className: "soft" }, `${counted(step.rows.length, "row")}, ${counted(tokens, "token")}, after ${step.time_s.toFixed(3)} s`),
+      el("p", { className: "soft" }, `${counted(step.rows.length, "row")}, ${counted(tokens, "token")}, ${this.data.live ? clock(step.time_s) : `after ${step.time_s.toFixed(3)} s`}`),
       step.error && el("p", { className: "said bad" }, step.error),
     ];
     const lists = [["Happened", eventsOf], ["Slots", slotLines], ["Queue", queueLines]].map(([heading, linesOf]) => {
@@ -269,6 +269,12 @@ class Page {
   }
 }
 
+// Since the engine's start: 3.25 s, and from a minute on 1:02:03 or 2:03.
+const clock = (seconds) => {
+  if (seconds < 60) return `${seconds.toFixed(2)} s`;
+  const parts = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds) % 60];
+  return parts.slice(parts[0] ? 0 : 1).map((part, place) => (place ? String(part).padStart(2, "0") : part)).join(":");
+};
 const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 const whatOf = (row) => {

@@ -25,7 +25,7 @@ class Trace {
   // The first time a name is asked for decides; a page that lives keeps its colours as adapters come.
   colour(adapter) {
     if (adapter === BASE) return this.baseColour;
-    if (!this.colours.has(adapter)) this.colours.set(adapter, this.palette[this.colours.size % this.palette.length]);
+    if (!this.colours.has(adapter)) this.colours.set(adapter, this.palette[this.colours.size] || furtherColour(this.colours.size));
     return this.colours.get(adapter);
   }
 
@@ -106,4 +106,11 @@ function dot(colour) {
   const made = el("span", { className: "dot" });
   made.style.background = colour;
   return made;
+}
+
+// For more adapters than the palette has colours: hues a golden angle apart, so that neighbours differ.
+function furtherColour(place) {
+  const hue = (place * 137.508) % 360, light = 0.38 + 0.1 * (place % 3);
+  const part = (offset) => light - 0.55 * Math.min(light, 1 - light) * Math.max(-1, Math.min(((offset + hue / 30) % 12) - 3, 9 - ((offset + hue / 30) % 12), 1));
+  return `#${[0, 8, 4].map((offset) => Math.round(255 * part(offset)).toString(16).padStart(2, "0")).join("")}`;
 }
