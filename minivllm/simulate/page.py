@@ -13,21 +13,23 @@ from matplotlib.figure import Figure
 from minivllm.observe.palette import ADAPTER_COLOURS
 
 TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Policies compared</title>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>Policies compared</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; } th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ccc; }
 th:first-child, td:first-child { text-align: left; } td.best { font-weight: bold; } img { max-width: 100%; }
+.scroll { overflow-x: auto; } td, th { white-space: nowrap; } p { overflow-wrap: anywhere; }
 </style></head><body>
 <h1>Policies compared</h1>
 <p>{{ said }}</p>
 <p>Cost of a step: {{ cost_model }}.</p>
 <img alt="Times to first token, tokens a second, memory hits, Jain's index"
  src="data:image/png;base64,{{ picture }}">
-<table><thead><tr><th>policy</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>
+<div class="scroll"><table><thead><tr><th>policy</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>
 {% for title, cells in rows %}<tr><td>{{ title }}</td>{% for cell, best in cells -%}
 <td{% if best %} class="best"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table>
+{% endfor %}</tbody></table></div>
 <p>TTFT: ms until the first token. TPOT: ms for each further one. Of both the median, then the 99th percentile.
 hits: requests that find their adapter in memory. bound: what Belady's policy, which knows the future, would find.
 copies: into slots. Jain: 1 if requests of all adapters get tokens equally fast. $/M: US dollars for a million tokens
