@@ -1,5 +1,6 @@
 """The `minivllm` command. Stands for vllm/entrypoints/cli (v0.22.1)."""
 
+import io
 import logging
 import os
 import sys
@@ -275,6 +276,11 @@ def bench_cpu(
 def main() -> None:
     """The entry point: errors of the user's doing are one sentence and exit status 2."""
     end_at_ctrl_c()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # an answer is not lost because a terminal lacks one of its characters
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except OSError as error:

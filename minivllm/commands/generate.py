@@ -1,12 +1,15 @@
 """`minivllm generate`: prompts in, answers out, each by the adapter it names."""
 
+import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 
 from minivllm.assembly import LLM
@@ -21,6 +24,9 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "stop", "max_tokens"),
 )
+
+
+RECORD = re.compile(r'\s*{\s*"(prompt|adapter)"\s*:')
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,9 @@ def _read_line(number: int, line: str) -> NamedPrompt:
         return NamedPrompt(line)
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, or of a size or depth that is none here
+    except (ValueError, RecursionError) as error:  # no JSON, or of a size or depth that is none here
+        if RECORD.match(line):
+            raise ValueError(f"line {number} begins like JSON and is none ({error}): {line[:80]}") from None
         return NamedPrompt(line)  # a prompt may start with a brace
     if not isinstance(record.get("prompt"), str):
         raise ValueError(f'line {number} has no "prompt" text: {line[:80]}')
@@ -87,6 +95,8 @@ def pick_adapter(
         head, colon, rest = text.partition(":")
         if colon and (head.strip() in {"base", *adapters} or _is_in(folder, head.strip())):
             name, text = head.strip(), rest.strip()
+    if name is None:
+        warn_of_typo(text.partition(":"), adapters)
     if name is None or name == "base":
         return text, None
     if name not in adapters and _is_in(folder, name):
@@ -96,6 +106,19 @@ def pick_adapter(
         where = f" and is not in '{folder.folder}'" if folder else ""
         raise ValueError(f"adapter '{name}' was not given{where}; known: {known}; pass --adapter {name}=PATH")
     return text, adapters[name]
+
+
+def warn_of_typo(parts: tuple[str, str, str], adapters: Iterable[str]) -> None:
+    """Say that `sq1: How many` is a prompt for the base model, where an adapter is called nearly so."""
+    head, colon, _ = parts
+    near = difflib.get_close_matches(head.strip(), list(adapters), 1, 0.6) if colon else []
+    if near:
+        Console(stderr=True).print(
+            f"[yellow]warning:[/yellow] no adapter is called '{escape(head.strip())}', so this line is a prompt for "
+            f"the base model; is '{escape(near[0])}' meant?",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _is_in(folder: FilesystemResolver | None, name: str) -> bool:

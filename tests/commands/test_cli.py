@@ -1,7 +1,10 @@
 """The command line: what it reads, what it prints, how it fails."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +16,7 @@ from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 from tests.worlds.adapters import save_adapter
 from tests.worlds.models import transformers_model
+from tests.worlds.waiting import PATIENCE
 
 run = CliRunner().invoke
 
@@ -276,12 +280,49 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
     assert read_prompts(None, file) == [NamedPrompt("one\u2028two", "base")]
 
 
-@pytest.mark.parametrize("line", ['{"prompt": ' + "[" * 100_000, '{"prompt": ' + "1" * 5000 + "}"])
-def test_a_line_that_is_more_than_json_can_be_is_a_prompt(tmp_path, line):
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": ' + "[" * 100_000,
+        '{"prompt": ' + "1" * 5000 + "}",
+        '{"prompt": "x", "adapter": "sql"',
+        ' { "adapter" : "sql", "prompt": "x",}',
+    ],
+    ids=lambda line: line[:40],
+)
+def test_a_line_that_begins_like_json_and_is_none_is_no_prompt_for_the_base_model(tmp_path, line):
     file = tmp_path / "prompts.txt"
     file.write_text(line)
 
-    assert read_prompts(None, file) == [NamedPrompt(line)]
+    with pytest.raises(ValueError, match=r"^line 1 begins like JSON and is none") as refusal:
+        read_prompts(None, file)
+
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_name_that_is_nearly_an_adapter_s_is_warned_of(capsys):
+    adapters = parse_adapters(["sql=somewhere", "dates=there"])
+
+    for text in ("sq1: How many", "date: tomorrow", "Note: a", "How many?", "sql: fine"):
+        pick_adapter(NamedPrompt(text), adapters)
+
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no adapter is called 'sq1'" in first and "is 'sql' meant?" in first
+    assert "no adapter is called 'date'" in second and "is 'dates' meant?" in second
+
+
+def test_an_answer_that_the_terminal_cannot_show_is_shown_escaped():
+    code = "import sys, minivllm.cli as cli; cli.app = lambda: print('h\\xe9 \\U0001f389'); cli.main()"
+
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+    assert (ran.returncode, ran.stdout) == (0, "h\\xe9 \\U0001f389\n"), ran.stderr
 
 
 @pytest.mark.parametrize(
