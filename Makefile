@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 RAY := .venv/.ray-done
+FRAMEWORKS := .venv/.frameworks-done
 
 .PHONY: help setup demo test serve serve-ray nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks recordings clean
 
@@ -47,6 +48,11 @@ $(RAY): $(SETUP) pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	@touch $@
 
+# Nor these: clients that nightly alone tries.
+$(FRAMEWORKS): $(SETUP) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[frameworks]'
+	@touch $@
+
 serve-ray: $(RAY)
 	$(BIN)/python -m deploy.fleet
 
@@ -60,7 +66,7 @@ test: setup
 # nothing else from running. Searches have other seeds every night, so each may be short.
 DAY := $(shell date +%Y%j)
 
-nightly: setup $(RAY)
+nightly: setup $(RAY) $(FRAMEWORKS)
 	@status=0; night="$(MAKE) --keep-going --no-print-directory"; \
 	$$night nightly-tests nightly-ray nightly-without || status=1; \
 	$$night -j2 nightly-soak nightly-machine nightly-malformed || status=1; \
