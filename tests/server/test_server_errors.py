@@ -36,7 +36,8 @@ IN_CHATS = {
     "chat_template_kwargs": {"enable_thinking": False},
 }
 
-# Route, what is changed in a good body, status, field that is to blame, words of the sentence.
+# Route, what is changed in a good body, status, field that is to blame, words of the sentence. Of what the engine
+# refuses there is one row for each layer; its own tests have the others (tests/test_sampling_params.py).
 ROWS = [
     ("completions", {"model": "nobody"}, 404, "model", "`nobody` does not exist; there are: tiny, all, qv"),
     ("completions", {"model": "\ud800"}, 400, None, "no JSON: unexpected end of hex escape"),
@@ -53,20 +54,9 @@ ROWS = [
     ("completions", {"prompt": "half \ud800"}, 400, None, "no JSON: unexpected end of hex escape"),
     ("completions", {"prompt": {"text": "x"}}, 400, "prompt", ""),
     ("completions", {"max_tokens": 0}, 400, None, "max_tokens"),
-    ("completions", {"max_tokens": -5}, 400, None, "max_tokens"),
-    ("completions", {"max_tokens": 10**30}, 400, None, "max_tokens"),
-    ("completions", {"temperature": -1}, 400, None, "temperature"),
     ("completions", {"temperature": "hot"}, 400, "temperature", "temperature: "),
-    ("completions", {"top_p": 0}, 400, None, "top_p"),
-    ("completions", {"n": 0}, 400, None, "n must be"),
     ("completions", {"n": 2}, 400, None, "n must be 1 where the likeliest"),
-    ("completions", {"n": 10**6, "temperature": 1}, 400, None, "n must be"),
-    ("completions", {"presence_penalty": 3}, 400, None, "presence_penalty"),
-    ("completions", {"logit_bias": {"500": 1}}, 400, None, "logit_bias [500]"),
     ("completions", {"logit_bias": {"x": 1}}, 400, "logit_bias.x.[key]", ""),
-    ("completions", {"stop": [""]}, 400, None, "empty string"),
-    ("completions", {"stop": ["x"] * 65}, 400, None, "64"),
-    ("completions", {"seed": -1}, 400, None, "seed"),
     ("completions", {"logprobs": 10**6}, 400, None, "logprobs"),
     ("completions", {"best_of": 2}, 400, "best_of", ""),
     ("completions", {"suffix": "x"}, 400, "suffix", ""),
@@ -102,7 +92,6 @@ ROWS = [
     ),
     ("completions", {"response_format": {"type": "text", "x": 1}}, 400, "response_format.x", "not supported"),
     ("completions", {"structured_outputs": {"regex": "("}}, 400, None, "unclosed group"),
-    ("completions", {"structured_outputs": {}}, 400, None, "exactly one"),
     (
         "completions",
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
