@@ -61,7 +61,7 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
         host, port = socket.getsockname()[:2]
         names = ", ".join([settings.model_name, *(adapter.lora_name for adapter in settings.adapters)])
         console.print(f"Serving {names} at http://{host}:{port}/v1", highlight=False, soft_wrap=True)
-        DrainingServer(app, settings).run([socket])
+        DrainingServer(app, settings, ends_with_engine=True).run([socket])
     finally:
         llm.shutdown()
 

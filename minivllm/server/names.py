@@ -41,9 +41,20 @@ class ModelNames:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load_all(self) -> None:
-        """Load the adapters of the settings, so that one that does not fit is refused before any request."""
+        """Load the adapters of the settings, so that those that do not fit are refused before any request.
+
+        ValueError, or FileNotFoundError if that was the first, with the sentences of all: a restart for each would be
+        many.
+        """
+        errors: list[Exception] = []
         for adapter in list(self.served.values()):
-            await self.llm.add_lora(adapter)
+            try:
+                await self.llm.add_lora(adapter)
+            except (ValueError, FileNotFoundError) as error:
+                errors.append(error)
+        if errors:
+            kind = FileNotFoundError if isinstance(errors[0], FileNotFoundError) else ValueError
+            raise kind("; ".join(dict.fromkeys(map(str, errors)))) from errors[0]
 
     # region lab 9.4: a name to an adapter
     async def find(self, name: str, holder: Holder) -> LoRARequest | None:

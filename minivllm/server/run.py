@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from minivllm.errors import EngineDeadError
 from minivllm.server.connection import LimitedConnection
 from minivllm.server.settings import ServerSettings
 
@@ -28,9 +29,14 @@ class DrainingServer(uvicorn.Server):
     Meanwhile new requests get 503, and so does /health. After `drain_seconds` the engine is shut down, and a request
     that has not finished gets an error. A second signal forces the end: the engine is killed in the middle of its
     step, all requests get that error, and a connection that is still open a second later is closed.
+
+    ends_with_engine   whether it also ends once the engine's process has died, so that what started it starts it anew.
+                       `run` then raises the EngineDeadError. Its requests have had that error before. vLLM: likewise
     """
 
-    def __init__(self, app: Starlette, settings: ServerSettings, **options: object) -> None:
+    def __init__(
+        self, app: Starlette, settings: ServerSettings, ends_with_engine: bool = False, **options: object
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=partial(LimitedConnection, settings=settings),
@@ -44,7 +50,8 @@ class DrainingServer(uvicorn.Server):
             **options,
         )
         super().__init__(config)
-        self.state, self.settings = app.state, settings
+        self.state, self.settings, self.ends_with_engine = app.state, settings, ends_with_engine
+        self._engine_error: EngineDeadError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_forced = False
         self._shutdown_tasks: list[asyncio.Task] = []  # the loop itself keeps no reference
@@ -52,6 +59,21 @@ class DrainingServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second; True ends the server."""
+        if self.ends_with_engine and not self.state.server.is_draining:
+            try:
+                await self.state.llm.check_health()
+            except EngineDeadError as error:
+                self._engine_error = error
+                return True
+        return await super().on_tick(counter)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets)
+        if self._engine_error is not None:
+            raise self._engine_error
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by a signal, at any point of the loop's thread."""

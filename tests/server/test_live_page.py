@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,6 +12,7 @@ from dataclasses import asdict
 import httpx
 import pytest
 
+import minivllm
 from minivllm.observe.page import build_page, run_of
 from minivllm.server import run
 from minivllm.server.live import latencies, live_page, message
@@ -212,6 +215,52 @@ def test_the_playground_streams_from_base_and_adapters_in_one_batch(tab, server,
     assert tab.troubles == []
 
 
+def test_the_first_screen_says_what_is_served_and_how_to_ask_for_it(tab, server):
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    choose(tab, "qv")
+    tab.page.fill("textarea", "It's?")
+    said = tab.page.inner_text("header")
+    tab.page.click("#copy")
+    tab.page.wait_for_selector("#copy:text('Copied')")
+    command = tab.page.evaluate("navigator.clipboard.readText()")
+
+    assert BASE_NAME in said and "3 adapters" in said and f"minivllm {minivllm.__version__}" in said
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+    assert json.loads(ran.stdout)["model"] == "qv", ran
+    assert json.loads(ran.stdout)["choices"][0]["message"]["content"]
+    tab.page.get_by_text("Python", exact=True).click()
+    program = tab.page.inner_text("#program pre")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
+    for place in ("#playground", "#program", ".tiles"):
+        assert tab.page.locator(place).bounding_box()["y"] < 700, place
+
+
+def test_what_waits_says_so_and_may_be_clicked_while_answers_come(tab, server):
+    """A browser has six connections to a server: four answers and the steps leave one."""
+    models = tab.page.evaluate("live.models.length")
+    assert models >= 4
+    with held_up(server):
+        tab.page.keyboard.press("Tab")
+        tab.page.focus("textarea")
+        tab.page.keyboard.press("Control+Enter")
+        wait_until(lambda: len(server.server.state.llm._open) == 4)
+        cards = tab.page.locator(".answer .soft").all_text_contents()
+        tab.page.locator("#adapters tr", has_text="patterns").get_by_text("Pin", exact=True).click()
+        tab.page.wait_for_selector("#adapters tr[aria-busy=true]")
+        said = tab.page.inner_text("#adapters tr[aria-busy=true]")
+        wait_until(lambda: tab.page.evaluate("live.pending.size") == 1)
+    row = tab.page.locator("#adapters tr", has_text="patterns")
+    row.get_by_text("Unpin").wait_for()
+    row.get_by_text("Unpin").click()
+    row.get_by_text("Pin", exact=True).wait_for()
+    tab.page.wait_for_selector("#ask:not([disabled])")
+
+    assert cards == ["waiting for its first token …"] * 4
+    assert "pinning …" in said
+    assert tab.troubles == []
+
+
 def test_an_eviction_is_seen_as_it_happens(tab, server):
     for model in ("qv", "all", "patterns", "qv", "all"):
         assert ask(server, model).status_code == 200
@@ -224,7 +273,7 @@ def test_an_eviction_is_seen_as_it_happens(tab, server):
     tab.page.evaluate(f"page.go(page.trace.runs[0].steps.findIndex((s) => s.step === {evicted[-1]}))")
     assert "was evicted from slot" in tab.page.inner_text("#details")
     assert "[object" not in tab.page.inner_text("body")
-    assert "to the first token, p50" in tab.page.inner_text(".tiles")
+    assert "to the first token" in tab.page.inner_text(".tiles")
 
 
 def test_adapters_are_loaded_pinned_and_unloaded(tab, server):
@@ -259,9 +308,9 @@ def test_a_burst_asks_every_model_six_times(tab, server):
 
     tab.page.fill("textarea", "hi")
     tab.page.click("#burst")
-    tab.until("document.querySelector('#playground .said').textContent.startsWith('The burst is over')")
+    tab.until("document.querySelector('#playground .said').textContent.startsWith('The traffic is over')")
 
-    assert f"{6 * len(models)} requests served." in tab.page.inner_text("#playground .said")
+    assert f"{6 * len(models)} requests were answered." in tab.page.inner_text("#playground .said")
     after = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
     for model in models:
         assert requests_of(after, model) == requests_of(counts, model) + 6
@@ -284,7 +333,7 @@ def test_a_hostile_adapter_is_a_text(tab, server):
         tab.page.click("#ask")
         tab.page.wait_for_selector("#ask:not([disabled])")
 
-        for where in ("#head", "#details", "#adapters", "#playground .answers"):
+        for where in ("#charts", "#details", "#adapters", "#playground .answers"):
             assert HOSTILE in tab.page.inner_text(where), where
         assert tab.page.locator("img").count() == 0
         assert tab.troubles == []
@@ -303,7 +352,7 @@ def test_a_hidden_page_listens_to_nothing_and_wakes_up_again(tab, server):
     assert ask(server, "qv").status_code == 200
     time.sleep(2.5)  # longer than a page waits before it asks a lost server again
     assert listeners(server) == 1
-    assert tab.page.inner_text("#live [role=status] >> nth=0") == "asleep"
+    assert tab.page.inner_text("#head [role=status]") == "asleep"
     tab.page.evaluate(hide, False)
 
     wait_until(lambda: listeners(server) == 2)
@@ -320,6 +369,7 @@ def test_a_page_without_the_key_asks_for_it(browser, world):
 
         tab.page.wait_for_selector("#playground input[type=checkbox]")
         assert tab.page.locator("#adapters tr", has_text="qv").inner_text()
+        assert "authorization: Bearer $API_KEY" in tab.page.inner_text("#program pre")
         tab.page.close()
 
 

@@ -12,12 +12,15 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from minivllm.server.context import Server
 from minivllm.server.names import ModelNames
+from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 from tests.oracles.peft import Oracle
 from tests.worlds.adapters import ADAPTERS, save_adapter
 from tests.worlds.engines import tiny_world
-from tests.worlds.servers import BASE_NAME, Answers, client_of, held_up, serving
+from tests.worlds.servers import BASE_NAME, Answers, client_of, held_up, served, serving
 from tests.worlds.waiting import PATIENCE, wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -487,3 +490,14 @@ def test_nothing_changes_where_that_is_not_allowed(world):
         assert [response.status_code for response in responses] == [403] * 4
         assert "--allow-runtime-lora" in responses[0].json()["error"]["message"]
         assert list(adapters(http)) == ["qv"]
+
+
+def test_adapters_of_the_start_that_do_not_fit_are_all_told_of_at_once(world):
+    """Else somebody raises --max-lora-rank for the first, and for the second after another start."""
+    llm = AsyncLLM.from_engine(world.engine(max_lora_rank=1))
+    settings = ServerSettings(BASE_NAME, adapters=served(world, "qv", "all"))
+    try:
+        with pytest.raises(ValueError, match=r"'qv'.*max_lora_rank.*; .*'all'.*max_lora_rank"):
+            asyncio.run(Server.of(llm, settings).start())
+    finally:
+        llm.shutdown()

@@ -1,12 +1,14 @@
 """The end of a server: running requests finish, new ones are refused."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -339,3 +341,35 @@ def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
         process.kill()
         process.wait()
     assert answers[0].json()["choices"][0]["text"] == Answers(world).text("qv", "bye", 100)
+
+
+def test_the_command_ends_when_its_engine_has_died(world):
+    """So that what watches it starts it again; docker and systemd look at processes, not at /health."""
+    command = [
+        sys.executable,
+        "-m",
+        "minivllm.cli",
+        "serve",
+        str(world.base),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while "Serving" not in (line := process.stderr.readline()):
+            assert process.poll() is None, line
+        lists = Path(f"/proc/{process.pid}/task").glob("*/children")
+        children = [pid for each in lists for pid in each.read_text().split()]
+        named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        [engine] = [pid for pid, words in named.items() if b"resource_tracker" not in words]
+        os.kill(int(engine), signal.SIGKILL)
+        log = process.stderr.read()
+
+        assert process.wait(PATIENCE) == 2
+    finally:
+        process.kill()
+        process.wait()
+    assert "error: the engine's process has ended (killed by signal 9)" in log
+    assert "Traceback" not in log, log
