@@ -26,7 +26,8 @@ th:first-child, td:first-child { text-align: left; } td.best { font-weight: bold
 <p>Cost of a step: {{ cost_model }}.</p>
 <img alt="Times to first token, tokens a second, memory hits, Jain's index"
  src="data:image/png;base64,{{ picture }}">
-<div class="scroll"><table><thead><tr><th>policy</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>
+<div class="scroll">
+<table><thead><tr><th>policy</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>
 {% for title, cells in rows %}<tr><td>{{ title }}</td>{% for cell, best in cells -%}
 <td{% if best %} class="best"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>
