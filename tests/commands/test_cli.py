@@ -312,7 +312,9 @@ def test_a_name_that_is_nearly_an_adapter_s_is_warned_of(capsys):
 
 
 def test_an_answer_that_the_terminal_cannot_show_is_shown_escaped():
-    code = "import sys, minivllm.cli as cli; cli.app = lambda: print('h\\xe9 \\U0001f389'); cli.main()"
+    code = (
+        "import sys, minivllm.cli as cli; cli.app = lambda: sys.exit(print('h\\xe9 \\U0001f389')); cli.main()"
+    )
 
     ran = subprocess.run(
         [sys.executable, "-c", code],

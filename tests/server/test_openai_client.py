@@ -80,6 +80,18 @@ def test_a_stream_adds_up_to_the_answer_and_ends_with_its_usage(client, answers)
     assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], 4, 8)
 
 
+def test_every_event_of_a_stream_may_have_the_usage_so_far(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(
+        model="mlp", prompt="once", stream=True, stream_options=options, **GREEDY
+    )
+
+    usages = [chunk.usage for chunk in stream]
+    counts = [each.completion_tokens for each in usages]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 8
+    assert {each.prompt_tokens for each in usages} == {4}
+
+
 def test_a_streamed_chat_begins_with_the_role(client, answers):
     stream = client.chat.completions.create(model="all", messages=MESSAGES, stream=True, **GREEDY)
 
