@@ -6,7 +6,7 @@ Brings      on two H200, Llama-8B shape in bfloat16: 1.52 to 1.58 times the toke
 Implements  `minivllm.layers.ranks.Ranks`, which layers are given: `TensorParallel` overrides all of it. And the
             engine's `Executor`: `LeadingExecutor` has every rank run each step
 Options     `tensor_parallel_size`, `disable_custom_all_reduce`
-Costs       some 1,400 lines, and 1,000 in `peers`; two sums over all ranks a layer; one process more for each rank to
+Costs       some 1,400 lines, and 690 in `peers`; two sums over all ranks a layer; one process more for each rank to
             start and to watch, each with its share of the model
 """
 

@@ -40,8 +40,8 @@ from minivllm.gpu.kernels.paged_tuning import (
 from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.parallel.peers import adapted_norm_op as adapted_peer_norm_op
-from minivllm.parallel.peers import gather_op, norm_op, own_rows_op, packed_norm_op, sum_op
+from minivllm.parallel.peers import gather_op, norm_op, sum_op
+from minivllm.parallel.peers.sum_op import Meetings
 from tests.tools.device import DEVICE
 from tests.tools.memory import (
     Guarded,
@@ -54,7 +54,6 @@ from tests.tools.memory import (
     live_part,
     random,
 )
-from tests.worlds.peers import Brought
 
 NAN = float("nan")
 CLOSE = 3e-6  # float32, as a share of the largest value
@@ -183,7 +182,7 @@ def sum_of_ranks(sanitizer, rank, size, n, sums=4):
             tables = [
                 torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
             ]
-            found.append(sum_op.peer_sum(x, *tables, counts, stop, half, rank, looks=2))
+            found.append(sum_op.peer_sum(x, Meetings(*tables, counts, stop, half, rank), looks=2))
         terms[rank, (i + 1) % 2, :n] = x.cpu()
         assert torch.equal(found[-1].cpu(), functools.reduce(torch.add, terms[:, (i + 1) % 2, :n]))
 
@@ -214,7 +213,7 @@ def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
             tables = [
                 torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
             ]
-            found.append(gather_op.peer_gather(x, *tables, counts, stop, half, rank, looks=2))
+            found.append(gather_op.peer_gather(x, Meetings(*tables, counts, stop, half, rank), looks=2))
         parts[rank, (i + 1) % 2, :n] = x.cpu().flatten()
         expected = torch.cat([one.view(rows, width) for one in parts[:, (i + 1) % 2, :n]], dim=1)
         assert torch.equal(found[-1].cpu(), expected)
@@ -229,7 +228,7 @@ def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
 
 def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
     """As `gather_of_ranks`: each row's program has met more often than the one before."""
-    room = norm_op.BYTES_A_ROW // 4
+    room = sum_op.BYTES_A_ROW // 4
     weight = random(width, seed=3)
     terms = torch.full((size, 2, rows, room), NAN)
     terms[..., :width] = random(size, 2, rows, width, seed=width)
@@ -250,8 +249,9 @@ def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
             tables = [
                 torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
             ]
-            of_ranks = (*tables, counts, stop, terms[0, 0].nbytes, rank, 2)
-            found.append(norm_op.peer_norm(x, residual.view, numbers(weight, torch.float32), 1e-3, *of_ranks))
+            meetings = Meetings(*tables, counts, stop, terms[0, 0].nbytes, rank)
+            of_norm = residual.view, numbers(weight, torch.float32), 1e-3, meetings
+            found.append(norm_op.peer_norm(x, *of_norm, looks=2))
         halves = (late + i + 1) % 2
         terms[rank, halves, torch.arange(rows), :width] = x.cpu()
         brought = terms[:, halves, torch.arange(rows), :width]  # (size, rows, width)
@@ -266,37 +266,6 @@ def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
 
 
 # ---- adapters in pages --------------------------------------------------------------------------------------
-
-
-def packed_norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
-    """As `norm_of_ranks`. What this rank brings to the others is checked, too."""
-    weight, found = random(width, seed=3), []
-    brought = Brought(torch.zeros(size, rows, width), torch.arange(rows, dtype=torch.int32))
-    sanitizer.reach = brought.reach(rank)
-
-    for i in range(norms):
-        brought.x = random(size, rows, width, seed=50 + i).to(DEVICE)
-        brought.bring_to(rank)
-        residual = guard(stream := random(rows, width), row_gap=4)
-        x = guarded(brought.x[rank].view(1, -1))[0].view(rows, width)
-        with sanitizer.watching():
-            of_norm = residual.view, numbers(weight, torch.float32), 1e-3, brought.words_at(rank)
-            found.append(packed_norm_op.packed_norm(x, *of_norm, looks=2))
-        assert torch.equal(residual.view, functools.reduce(torch.add, brought.x) + stream.to(DEVICE))
-        assert_close(found[-1], rms(residual.view.cpu(), weight, 1e-3))
-        residual.assert_intact()
-        assert_all_is_brought(brought, rank)
-
-    return torch.stack(found)
-
-
-def assert_all_is_brought(brought, rank):
-    """Every other rank has got this one's words of the meeting that was, in its half, and none of any other row."""
-    counts, sent = brought.counts[rank, : brought.rows], brought.rooms[:, :, rank]
-    words, others = brought.words_of(rank, counts), [other for other in range(brought.size) if other != rank]
-    for row, half in enumerate((counts & 1).tolist()):
-        assert all(torch.equal(sent[other, half, row], words[row]) for other in others)
-    assert not brought.ended.any() and not sent[rank].any() and not sent[:, :, brought.rows :].any()
 
 
 class Pages(PagedAdapters):
@@ -423,29 +392,40 @@ def normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, size)
 
     h   (T, R) of each row, NaN past the live rank
     """
-    times = torch.tensor([0.5, -3.0, 1.0])[-size:]
-    brought = Brought(times[:, None, None] * y, torch.arange(len(y), dtype=torch.int32))
-    brought.more = times[:, None, None].to(DEVICE) * h
-    brought.bring_to(size - 1)
-    sanitizer.reach += brought.reach(size - 1)
+    times, rows = torch.tensor([0.5, -3.0, 1.0])[-size:, None, None], len(y)
+    late = torch.arange(rows, dtype=torch.int32)
+    of_next = (late + 1) % 2, torch.arange(rows)  # the half and the row of each meeting
+    brought = torch.full((size, rows, sum_op.BYTES_A_ROW // 4), NAN)
+    brought[..., : y.shape[1]] = times * y
+    brought[..., sum_op.BYTES_OF_X.value // 4 :][..., : h.shape[1]] = times * h.cpu()
+    terms = torch.full((size, 2, *brought.shape[1:]), NAN)
+    terms[:-1, *of_next] = brought[:-1]
+    rooms = [guarded(own.flatten(0, 1)) for own in terms]
+    flags, counts = [numbers((late + 2).repeat_interleave(size)) for _ in range(size)], numbers(late)
+    sanitizer.reach += rooms + flags
     residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
     product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
 
     with sanitizer.watching():
+        tables = [torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)]
         tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.pieces.rank, y.itemsize))
-        of_norm = (
-            numbers(picks, torch.int64),
+        out = norm_op.peer_norm(
+            product.view,
+            stream.view,
             numbers(weight, torch.float32),
             1e-3,
-            brought.words_at(size - 1),
-        )
-        out = adapted_peer_norm_op.adapted_peer_norm(
-            update, *of_norm, product.view, stream.view, tiles, looks=2
+            Meetings(*tables, counts, numbers([0]), terms[0, 0].nbytes, size - 1),
+            update,
+            numbers(picks, torch.int64),
+            tiles,
+            looks=2,
         )
 
     product.assert_written_only_where(torch.tensor(False))
     stream.assert_intact()
-    assert_all_is_brought(brought, size - 1)
+    terms[-1, *of_next] = brought[-1]
+    for own, expected_there in zip(rooms, terms):
+        torch.testing.assert_close(own.cpu(), expected_there.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
     total = residual.double() + times.sum() * expected
     assert_close(stream.view, total, 2 * CLOSE)
     assert_close(out, rms(total, weight, 1e-3), 4 * CLOSE)
@@ -571,33 +551,6 @@ def likeliest_tokens(sanitizer, rows, width):
     assert tokens.tolist() == places
     assert torch.equal(kept.view.cpu(), logits)
     return kept.view
-
-
-def rows_of_a_rank(sanitizer, count, width, slots):
-    """The second of three ranks' own tokens, four of them, and two that are added; slots: None = one table"""
-    own, added, tables = slice(4, 8), (12, 14), random(slots or 1, 6, width, seed=width)
-    ids = torch.randint(0, 14, (count,), generator=torch.Generator().manual_seed(count))
-    which = torch.arange(count) % (slots or 1)
-    row_of = {token: row for row, token in enumerate([*range(4, 8), *range(12, 14)])}
-    expected = torch.stack(
-        [
-            tables[s, row_of[i]] if i in row_of else torch.zeros(width)
-            for s, i in zip(which.tolist(), ids.tolist())
-        ]
-    )
-    guarded_tables = guard(tables.flatten(0, 1), row_gap=3).view.unflatten(0, tables.shape[:2])
-
-    with sanitizer.watching():
-        found = own_rows_op.own_rows(
-            numbers(ids, torch.int64),
-            guarded_tables if slots else guarded_tables[0],
-            own,
-            added,
-            numbers(which, torch.int64) if slots else None,
-        )
-
-    assert torch.equal(found.cpu(), expected)
-    return found
 
 
 def prompts(sanitizer, query_lens, seq_lens, heads=(6, 2, 16), block_size=4, padding=2):

@@ -53,12 +53,10 @@ FAMILIES = {
     "linear": functools.partial(cases.linear, m=17, n=70, k=45, bias=True),
     "tokens": functools.partial(cases.tokens_known_late, count=257),
     "likeliest": functools.partial(cases.likeliest_tokens, rows=3, width=2100),
-    "own rows": functools.partial(cases.rows_of_a_rank, count=9, width=1100, slots=None),
     "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
     "sums and norms": functools.partial(cases.norm_of_ranks, rank=1, size=3, rows=5, width=1004),
-    "words and norms": functools.partial(cases.packed_norm_of_ranks, rank=1, size=3, rows=5, width=1004),
-    "words and normed": functools.partial(
+    "sums and normed": functools.partial(
         cases.normed, tokens=7, rank=7, page_ranks=4, width=40, size=35, ranks=3
     ),
 }
@@ -80,13 +78,12 @@ OTHER_WAYS = {
     "normed of many ranks": functools.partial(
         cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4
     ),
-    "words and normed of many ranks": functools.partial(
+    "sums and normed of many ranks": functools.partial(
         cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4, ranks=2
     ),
     "decodes of whole splits": functools.partial(
         cases.decodes, seq_lens=[9, 512], max_seq_len=512, heads=(6, 2, 20), padding=0
     ),
-    "own rows in slots": functools.partial(cases.rows_of_a_rank, count=9, width=20, slots=3),
     "decodes that are not split": functools.partial(
         cases.decodes, seq_lens=[16, 9], max_seq_len=16, heads=(6, 2, 20)
     ),
@@ -168,10 +165,6 @@ def edges():
             )
     for rows, width in ((1, 1), (2, 1024), (17, 1025), (3, 5000)):
         found[f"likeliest {rows} {width}"] = functools.partial(cases.likeliest_tokens, rows=rows, width=width)
-        for slots in (None, 3):
-            found[f"own rows {rows} {width} {slots}"] = functools.partial(
-                cases.rows_of_a_rank, count=rows, width=width, slots=slots
-            )
     for lens in ([300, 1, 700], [257, 256, 128, 129]):
         for max_seq_len in (700, 8192):
             found[f"decodes {lens} {max_seq_len}"] = functools.partial(
@@ -476,14 +469,6 @@ FAULTS = {
         f"{LAYERS}/likeliest.py", "mask=block < blocks,", "mask=block < blocks - 1,",
         "likeliest", (AssertionError, ""),
     ),
-    "another's row is read": (
-        "parallel/peers/own_rows_op.py", "mask=inside & (is_org | is_added)", "mask=inside",
-        "own rows", (Strayed, "_own_rows_kernel.* of tables_ptr"),
-    ),
-    "an added token has an own one's row": (
-        "parallel/peers/own_rows_op.py", "added_start - (end - start)", "added_start",
-        "own rows in slots", (AssertionError, ""),
-    ),
     "prompts: a tile has a row too many": (
         f"{LAYERS}/attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",
         "prompts", (AssertionError, "_paged_attention_kernel"),
@@ -522,34 +507,29 @@ FAULTS = {
         "parallel/peers/gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
         "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
     ),
-    "words: a row counts as the one before": (
-        "parallel/peers/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
-        "words and norms", (AssertionError, ""),
+    "peers: a norm's row counts as the one before": (
+        "parallel/peers/norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
+        "sums and norms", (AssertionError, ""),
     ),
-    "words: a rank brings more than a row": (
-        "parallel/peers/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
-        "words and norms", (Strayed, "_packed_norm_kernel.* write outside"),
+    "peers: a rank brings more than a row": (
+        "parallel/peers/norm_op.py", "bring(x, begin + column, inside,", "bring(x, begin + column, column >= 0,",
+        "sums and norms", (AssertionError, ""),
     ),
-    "words: one rank's are taken for another's": (
-        "parallel/peers/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
-        "words and norms", (AssertionError, ""),
+    "peers: h is brought where the row's numbers are": (
+        "parallel/peers/norm_op.py", "(begin * SIZE_OF_X + BYTES_OF_X) // 4", "(begin * SIZE_OF_X) // 4",
+        "sums and normed", (AssertionError, ""),
     ),
-    "words: others' h is not added": (
-        "parallel/peers/adapted_norm_op.py", "h += more.to", "h *= more.to",
-        "words and normed", (AssertionError, ""),
+    "peers: h is brought past the live rank": (
+        "parallel/peers/norm_op.py", "h_place, rank_of_h < live, rooms_ptr", "h_place, rank_of_h < R, rooms_ptr",
+        "sums and normed", (AssertionError, ""),
     ),
-    "words: h is brought past the live rank": (
-        "parallel/peers/adapted_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
-        "words and normed", (AssertionError, ""),
+    "peers: what adapters add is added for this rank's h alone": (
+        "parallel/peers/norm_op.py", "row_times_b(all_h, rank_of_b", "row_times_b(h, rank_of_b",
+        "sums and normed", (AssertionError, ""),
     ),
-    "words: what adapters add is added to every term": (
-        "parallel/peers/adapted_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
-        "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + SIZE * own_h",
-        "words and normed", (AssertionError, ""),
-    ),
-    "words: other ranks of h in the second block": (
+    "peers: other ranks of h in the second block": (
         f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
-        "words and normed of many ranks", (AssertionError, ""),
+        "sums and normed of many ranks", (AssertionError, ""),
     ),
 }  # fmt: skip
 

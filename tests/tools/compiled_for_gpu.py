@@ -13,6 +13,8 @@ import importlib.util
 import os
 import sys
 
+os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
@@ -20,8 +22,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.worlds.gpu import in_pages
-
-os.environ.pop("TRITON_INTERPRET", None)
 
 
 class H100:
@@ -69,30 +69,25 @@ def compile_all(what, path):
 def compile_sums():
     """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
     from minivllm.gpu.kernels.update import Update
-    from minivllm.parallel.peers.adapted_norm_op import adapted_peer_norm
     from minivllm.parallel.peers.gather_op import peer_gather
     from minivllm.parallel.peers.group import DTYPES
     from minivllm.parallel.peers.norm_op import peer_norm
-    from minivllm.parallel.peers.packed_norm_op import packed_norm
-    from minivllm.parallel.peers.sum_op import peer_sum
-    from minivllm.parallel.peers.words_op import Words
+    from minivllm.parallel.peers.sum_op import Meetings, peer_sum
 
     slots = torch.zeros(32, dtype=torch.int64)
     for dtype in DTYPES:
         for size in (2, 8):
             tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-            of_ranks = (*tables, counts, counts[:1], 1 << 20, 1)
-            peer_sum(torch.zeros(32, 4096, dtype=dtype), *of_ranks)
-            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), *of_ranks)
+            meetings = Meetings(*tables, counts, counts[:1], 1 << 20, 1)
+            peer_sum(torch.zeros(32, 4096, dtype=dtype), meetings)
+            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), meetings)
             for width in (1000, 4096):
                 x = torch.zeros(32, width, dtype=dtype)
-                peer_norm(x, x, x[0], 1e-5, *of_ranks)
-                words = Words(tables[0], counts, counts, counts[:1], 1)
-                packed_norm(x, x, x[0], 1e-5, words)
+                peer_norm(x, x, x[0], 1e-5, meetings)
                 for rank in (8, 32):
                     b, ranks = torch.zeros(3, width, rank, dtype=dtype), torch.ones(1, 3, dtype=torch.int32)
                     update = Update(torch.zeros(1, 32, rank, dtype=dtype), in_pages([b], ranks))
-                    adapted_peer_norm(update, slots, x[0], 1e-5, words, x, x)
+                    peer_norm(x, x, x[0], 1e-5, meetings, update, slots)
 
 
 def compile_rotations():

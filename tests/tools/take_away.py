@@ -37,7 +37,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     ),
     "policies": ("simulate", "commands.simulate"),
     # Kernels for peers' memory share their parts with the GPU's; the simulator has the pages and graphs of a GPU.
-    "gpu": ("vllm", "parallel.peers.adapted_norm_op", "simulate", "commands.simulate"),
+    "gpu": ("vllm", "parallel.peers.norm_op", "simulate", "commands.simulate"),
     "parallel": (),
     "parallel.peers": (),
     "ahead": (),

@@ -6,7 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.parallel.peers.sum_op import BYTES_A_PROGRAM, BYTES_AT_ONCE, LOOKS, meet, programs_of, room_of
+from minivllm.parallel.peers.sum_op import (
+    BYTES_A_PROGRAM,
+    BYTES_AT_ONCE,
+    LOOKS,
+    Meetings,
+    bring,
+    come,
+    programs_of,
+    room_of,
+    wait,
+)
 
 # Nothing is computed with what is gathered: so it is moved in words of so many bytes, whatever the dtype is.
 BYTES_A_WORD = 4
@@ -25,29 +35,30 @@ def _peer_gather_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < pieces * PIECE
     x = tl.load(x_ptr + place, mask=inside)
-    begin = meet(x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS)
+    count = tl.load(counts_ptr + tl.program_id(0)) + 1
+    there = (count & 1) * half + place
+    bring(x, there, inside, rooms_ptr, RANK)
+    come(count, flags_ptr, RANK, SIZE)
+    wait(count, flags_ptr, counts_ptr, stop_ptr, RANK, SIZE, LOOKS)
     row, column = place // WIDTH, place % WIDTH
     for rank in tl.static_range(SIZE):
-        part = tl.load(room_of(rooms_ptr, rank, x) + begin + place, mask=inside, volatile=True)
+        part = tl.load(room_of(rooms_ptr, rank, tl.int32) + there, mask=inside, volatile=True)
         tl.store(y_ptr + (row * SIZE + rank) * WIDTH + column, part, mask=inside)
 
 
-def peer_gather(
-    x: torch.Tensor, rooms: torch.Tensor, flags: torch.Tensor, counts: torch.Tensor, stop: torch.Tensor,
-    half: int, rank: int, looks: int = LOOKS,
-) -> torch.Tensor:  # fmt: skip
+def peer_gather(x: torch.Tensor, meetings: Meetings, looks: int = LOOKS) -> torch.Tensor:
     """Every rank's x, side by side along the last dimension, bit by bit.   (..., n) -> (..., ranks * n)
 
-    All ranks must call it with the same shape. Tables and the rest are as for `peer_sum`, with which it shares them.
+    All ranks must call it with the same shape. Meetings are those of `peer_sum`, with which it shares them.
 
     x   contiguous, of any dtype, a multiple of 16 bytes, at most `half`; its rows are multiples of 4
     """
-    size = len(rooms)
-    y = x.new_empty(*x.shape[:-1], size * x.shape[-1])
+    rooms, flags, counts, stop, half, rank = meetings
+    y = x.new_empty(*x.shape[:-1], len(rooms) * x.shape[-1])
     words = x.view(torch.int32)
     _peer_gather_kernel[(programs_of(x.nbytes),)](
         words, y.view(torch.int32), rooms, flags, counts, stop, x.nbytes // BYTES_AT_ONCE, half // BYTES_A_WORD,
-        RANK=rank, SIZE=size, WIDTH=words.shape[-1], BLOCK=BYTES_A_PROGRAM // BYTES_A_WORD,
+        RANK=rank, SIZE=len(rooms), WIDTH=words.shape[-1], BLOCK=BYTES_A_PROGRAM // BYTES_A_WORD,
         PIECE=BYTES_AT_ONCE // BYTES_A_WORD, LOOKS=looks,
     )  # fmt: skip
     return y

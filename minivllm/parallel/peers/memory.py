@@ -1,21 +1,20 @@
 """Memory that all GPUs of one host read and write. Stands for `create_shared_buffer` of
 vllm/distributed/device_communicators/custom_all_reduce.py (v0.22.1).
 
-There are two ways to have some, because drivers, containers and virtual machines may forbid either.
+PyTorch's symmetric memory gives the same addresses, once a process: a second engine there waits for ever, since its
+rendezvous counts those of the first one's group.
 """
 
 import ctypes
-import os
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 # cudaDevP2PAttrNativeAtomicSupported
 NATIVE_ATOMICS = 3
 
 
-class SharedMemory(Protocol):
+class PeerMemory(Protocol):
     """What one process has, all zeros, and what others have. Its calls raise RuntimeError, naming what was refused."""
 
     def offer(self, nbytes: int) -> bytes:
@@ -41,7 +40,7 @@ class CudaIpc:
         self._opened: list[ctypes.c_void_p] = []
 
     def offer(self, nbytes: int) -> bytes:
-        self._cuda = _loaded_runtime()
+        self._cuda = cuda_runtime()
         own, handle = ctypes.c_void_p(), _Handle()
         self._call("cudaMalloc", ctypes.byref(own), ctypes.c_size_t(nbytes))
         self._own = own
@@ -88,40 +87,10 @@ class CudaIpc:
             raise RuntimeError(f"{name}: {self._cuda.cudaGetErrorString(code).decode()} ({code})")
 
 
-def _loaded_runtime() -> ctypes.CDLL:
+def cuda_runtime() -> ctypes.CDLL:
     """The CUDA runtime that PyTorch has loaded."""
-    with open("/proc/self/maps") as maps:
-        paths = [line.split()[-1] for line in maps if "libcudart" in line]
-    if not paths:
-        raise RuntimeError("libcudart: not loaded by PyTorch")
-    cuda = ctypes.CDLL(paths[0])
+    if not torch.version.cuda:
+        raise RuntimeError("libcudart: this PyTorch has none")
+    cuda = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
     cuda.cudaGetErrorString.restype = ctypes.c_char_p
     return cuda
-
-
-class TorchSymmetric:
-    """By PyTorch's symmetric memory. Whoever is refused leaves the others waiting for its part of the rendezvous."""
-
-    def __init__(self, rank: int) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # as with NCCL: it takes rights
-
-    def offer(self, nbytes: int) -> bytes:
-        import torch.distributed._symmetric_memory as symmetric_memory  # in no process that does not use it
-
-        self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._memory.zero_()
-        torch.cuda.synchronize()
-        return b"there"
-
-    def open(self, offers: list[bytes]) -> list[int]:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        self._opened = symmetric_memory.rendezvous(self._memory, dist.group.WORLD)
-        return list(self._opened.buffer_ptrs)
-
-    def close(self) -> None:
-        self._opened = self._memory = None
-
-
-WAYS = {"ipc": CudaIpc, "symmetric": TorchSymmetric}

@@ -2,6 +2,8 @@
 vllm/csrc/custom_all_reduce.cuh (v0.22.1).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,13 @@ import triton.language as tl
 BYTES_A_PROGRAM = 4096
 # What a thread reads at once.
 BYTES_AT_ONCE = 16
+# A row of a norm has a place where programs of sums have none: its numbers, whatever its width and its dtype are, and
+# behind them so many ranks of an adapter's h, in float32.
+BYTES_OF_X = tl.constexpr(16384)
+MOST_RANKS = 32
+BYTES_A_ROW = BYTES_OF_X.value + 4 * MOST_RANKS
+# So many rows have room.
+ROWS = 128
 # So often a program looks for another rank before it asks the host whether that has ended. A look takes 0.2 us, what
 # the host answers to all programs of a launch up to 1 ms. While these ask, the other rank waits for them; it must not
 # begin to ask, too, or ranks keep each other late for good.
@@ -18,14 +27,33 @@ LOOKS = 1 << 18
 NEVER = tl.constexpr(1 << 30)
 
 
-@triton.jit
-def room_of(rooms_ptr, rank, x):
-    """Where a rank's terms are, of x's dtype; aligned, so threads read 16 bytes at once."""
-    return tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(x.dtype)), 16)
+class Meetings(NamedTuple):
+    """Where a rank meets the others, one meeting after another.
+
+    rooms   (ranks,) int64, where each rank has 2 x `half` bytes for its terms, at multiples of 16
+    flags   (ranks,) int64, where each has (programs, ranks) int32: to how many meetings the others have come
+    counts  (programs,) int32, to how many this rank has come, alike on all
+    stop    (1,) int32 in the host's memory: once it is not 0, nobody waits any more, and sums are wrong
+    half    bytes
+    rank    which one this is
+    """
+
+    rooms: torch.Tensor
+    flags: torch.Tensor
+    counts: torch.Tensor
+    stop: torch.Tensor
+    half: int
+    rank: int
 
 
 @triton.jit
-def _wait(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
+def room_of(rooms_ptr, rank, dtype: tl.constexpr):
+    """Where a rank's terms of a dtype are; aligned, so threads read 16 bytes at once."""
+    return tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _wait_for_one(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
     """Until a flag says `count`. Who has once found that it will not puts the flag where no sum waits for it again."""
     looks = 0
     # An atomic gives all threads of the program the same: none goes on alone.
@@ -37,41 +65,50 @@ def _wait(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
 
 
 @triton.jit
-def meet(
-    x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half,
-    RANK: tl.constexpr, SIZE: tl.constexpr, LOOKS: tl.constexpr,
-):  # fmt: skip
-    """Have this program's x in the rank's room, and wait for those of the same number on all other ranks.
+def bring(x, place, inside, rooms_ptr, RANK: tl.constexpr):
+    """Put what this rank brings to its next meeting into its room."""
+    tl.store(room_of(rooms_ptr, RANK, x.dtype) + place, x, mask=inside)
 
-    It lies at `place` of what is returned: where in every `room_of` this meeting's part begins. A place in a room is of
-    one program, in all kernels that meet so: they count together. A room has two halves, used in turns. Who comes to a
-    meeting has read what the one before brought; so nobody can still read the half of the meeting before that, which
-    is written now. Counts wrap around.
+
+@triton.jit
+def come(count, flags_ptr, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Say to all ranks that this program has come to its meeting of that number, with what it has brought.
+
+    That lies in its rank's room, in the half `count & 1`. A place in a room is of one program, in all kernels that meet
+    so: they count together. Who comes to a meeting has read what the one before brought; so nobody can still read the
+    half of the meeting before that, which is written now. Counts wrap around.
+
+    What is loaded before is waited for here: what the meeting does not need comes between this and `wait`.
     """
     pid = tl.program_id(0)
-    count = tl.load(counts_ptr + pid) + 1
-    begin = (count & 1) * half
-    tl.store(room_of(rooms_ptr, RANK, x) + begin + place, x, mask=inside)
     tl.debug_barrier()  # all of the program's part, before its flags
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             theirs = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(theirs + pid * SIZE + RANK, count, sem="release", scope="sys")
-    mine = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + pid * SIZE
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            _wait(mine + rank, count, stop_ptr, LOOKS)
-    tl.debug_barrier()  # all flags, before any other's part
-    tl.store(counts_ptr + pid, count)
-    return begin
 
 
 @triton.jit
-def sum_of(x, place, inside, rooms_ptr, SIZE: tl.constexpr):
-    """All ranks' x, in the order of ranks, in float32; 0 outside. They have met."""
-    total = tl.zeros(x.shape, tl.float32)
+def wait(
+    count, flags_ptr, counts_ptr, stop_ptr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, LOOKS: tl.constexpr,
+):  # fmt: skip
+    """Until the programs of this one's number on all other ranks have come to that meeting."""
+    pid = tl.program_id(0)
+    mine = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + pid * SIZE
     for rank in tl.static_range(SIZE):
-        terms = room_of(rooms_ptr, rank, x) + place
+        if rank != RANK:
+            _wait_for_one(mine + rank, count, stop_ptr, LOOKS)
+    tl.debug_barrier()  # all flags, before any other's part
+    tl.store(counts_ptr + pid, count)
+
+
+@triton.jit
+def sum_of(place, inside, rooms_ptr, SIZE: tl.constexpr, dtype: tl.constexpr):
+    """What all ranks have brought to those places, in the order of ranks, in float32; 0 outside. They have met."""
+    total = tl.zeros(place.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        terms = room_of(rooms_ptr, rank, dtype) + place
         total += tl.load(terms, mask=inside, other=0.0, volatile=True).to(tl.float32)
     return total
 
@@ -82,31 +119,30 @@ def _peer_sum_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, LOOKS: tl.constexpr,
 ):  # fmt: skip
     """y = the sum of all ranks' x, in the order of ranks."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < pieces * PIECE
     x = tl.load(x_ptr + place, mask=inside)
-    begin = meet(x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS)
-    tl.store(y_ptr + place, sum_of(x, begin + place, inside, rooms_ptr, SIZE), mask=inside)
+    count = tl.load(counts_ptr + tl.program_id(0)) + 1
+    there = (count & 1) * half + place
+    bring(x, there, inside, rooms_ptr, RANK)
+    come(count, flags_ptr, RANK, SIZE)
+    wait(count, flags_ptr, counts_ptr, stop_ptr, RANK, SIZE, LOOKS)
+    tl.store(y_ptr + place, sum_of(there, inside, rooms_ptr, SIZE, DTYPE), mask=inside)
 
 
 def programs_of(nbytes: int) -> int:
     return -(-nbytes // BYTES_A_PROGRAM)
 
 
-def peer_sum(
-    x: torch.Tensor, rooms: torch.Tensor, flags: torch.Tensor, counts: torch.Tensor, stop: torch.Tensor, half: int,
-    rank: int, looks: int = LOOKS,
-) -> torch.Tensor:  # fmt: skip
+def peer_sum(x: torch.Tensor, meetings: Meetings, looks: int = LOOKS) -> torch.Tensor:
     """The sum of every rank's x. All ranks must call it with as many elements; all get the same bits.
 
     x       contiguous, a multiple of 16 bytes, at most `half`
-    rooms   (ranks,) int64, where each rank has 2 x `half` bytes for its terms, at multiples of 16
-    flags   (ranks,) int64, where each has (programs, ranks) int32: to how many meetings the others have come
-    counts  (programs,) int32, to how many this rank has come, alike on all
-    stop    (1,) int32 in the host's memory: once it is not 0, nobody waits any more, and sums are wrong
     looks   after so many at a flag comes one at `stop`
     """
     y = torch.empty_like(x)
+    rooms, flags, counts, stop, half, rank = meetings
     _peer_sum_kernel[(programs_of(x.nbytes),)](
         x, y, rooms, flags, counts, stop, x.nbytes // BYTES_AT_ONCE, half // x.itemsize,
         RANK=rank, SIZE=len(rooms), BLOCK=BYTES_A_PROGRAM // x.itemsize, PIECE=BYTES_AT_ONCE // x.itemsize,

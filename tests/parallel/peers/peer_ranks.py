@@ -1,4 +1,6 @@
-"""One of several processes that sum in memory of the host, by Triton's interpreter: peer_ranks.py RANK SIZE FOLDER CASE
+"""One of several processes that sum in memory of the host, by Triton's interpreter:
+
+    python -m tests.parallel.peers.peer_ranks RANK SIZE FOLDER CASE
 
 What it found is printed as JSON.
 """
@@ -23,7 +25,7 @@ from triton.runtime import interpreter
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.norm import fused_add_rms_norm
 from minivllm.gpu.kernels.update import Update
-from minivllm.parallel.peers import adapted_norm_op, gather_op, norm_op, packed_norm_op, sum_op
+from minivllm.parallel.peers import gather_op, norm_op, sum_op
 from minivllm.parallel.peers import group as peer_group
 from minivllm.parallel.peers.group import PeerGroup
 from tests.worlds.gpu import in_pages
@@ -96,7 +98,7 @@ def both(group: PeerGroup, count: int, in_haste: bool) -> dict:
     """
     late, right = random.Random(group.rank), 0
     if in_haste:
-        sum_op._wait = triton.jit(goes_on)
+        sum_op._wait_for_one = triton.jit(goes_on)
     for seed in range(count):
         size, width = random.Random(seed).choice([(1, 8), (3, 24), (5, 200), (32, 32), (64, 32), (128, 8)])
         parts = [part.view(size, width) for part in terms(group.size, seed, size * width, torch.float32)]
@@ -105,7 +107,7 @@ def both(group: PeerGroup, count: int, in_haste: bool) -> dict:
             right += torch.equal(group.all_reduce(parts[group.rank].clone()), in_order(parts))
         else:
             right += torch.equal(group.all_gather(parts[group.rank]), torch.cat(parts, dim=-1))
-    return {"right": right, "counts": sorted(set(group._counts.tolist()))}
+    return {"right": right, "counts": counts_of(group)}
 
 
 def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
@@ -114,11 +116,9 @@ def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
 
 def all_kinds(group: PeerGroup, count: int) -> dict:
     """Sums, gathers and norms in no order, of many sizes. -> how many were right, how many norms were one kernel, and
-    how many of these by words, and norms with adapters
+    how many had adapters
     """
-    right, normed, packed, adapted = 0, 0, [], 0
-    by_words = packed_norm_op.packed_norm
-    packed_norm_op.packed_norm = lambda *args: packed.append(len(args[0])) or by_words(*args)
+    right, normed, adapted = 0, 0, 0
     for seed in range(count):
         pick = random.Random(seed)
         rows, width = pick.choice([(4, 2048)] * 4 + [(1, 8), (3, 1000), (8, 64), (8, 1024), (5, 1640)])
@@ -137,9 +137,12 @@ def all_kinds(group: PeerGroup, count: int) -> dict:
         else:
             was_right, by_kernel = norm(group, parts, seed)
             right, normed = right + was_right, normed + by_kernel
-    counts = (sorted(set(counts.tolist())) for counts in (group._counts, group._words.counts))
-    found = {"right": right, "normed": normed, "packed": len(packed), "adapted": adapted}
-    return found | {"counts": list(counts)}
+    return {"right": right, "normed": normed, "adapted": adapted, "counts": counts_of(group)}
+
+
+def counts_of(group: PeerGroup) -> list[int]:
+    """To how many meetings programs have come."""
+    return sorted(set(group._meetings.counts.tolist()))
 
 
 def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, bool]:
@@ -171,8 +174,8 @@ def norm_with_adapters(group: PeerGroup, parts: list[torch.Tensor], seed: int) -
         Update(in_order([one.float() for one in h]), pieces),
         *(slots, weight, 1e-5, in_order(parts), others),
     )
-    own = Update(h[group.rank], pieces), slots, weight, 1e-5, group._words
-    found = adapted_norm_op.adapted_peer_norm(*own, parts[group.rank], residual, looks=2)
+    own = Update(h[group.rank], pieces), slots
+    found = group.add_adapters_and_norm(*own, parts[group.rank], residual, weight, 1e-5)
     return torch.equal(found, expected) and torch.equal(residual, others)
 
 
@@ -181,8 +184,7 @@ def mix_up(rank: int, size: int) -> None:
 
     On a GPU nothing orders them either.
     """
-    begin, wait = interpreter.interpreter_builder.set_grid_idx, sum_op._wait
-    receive, receive_both = packed_norm_op.receive, adapted_norm_op.receive_both
+    begin, wait = interpreter.interpreter_builder.set_grid_idx, sum_op._wait_for_one
     launches, is_last = 0, False
 
     def begin_another(x: int, y: int, z: int) -> None:
@@ -195,21 +197,13 @@ def mix_up(rank: int, size: int) -> None:
         wait(*args, **kwargs)
         time.sleep(0.03 if is_last and launches % size == rank else 0)
 
-    def late(receive):
-        def receive_late(*args, **kwargs):
-            time.sleep(0.03 if is_last and launches % size == rank else 0)
-            return receive(*args, **kwargs)
-
-        return receive_late
-
     interpreter.interpreter_builder.set_grid_idx = begin_another
-    sum_op._wait = wait_long
-    packed_norm_op.receive, adapted_norm_op.receive_both = late(receive), late(receive_both)
+    sum_op._wait_for_one = wait_long
 
 
-def room_of_the_other(rooms_ptr, rank, x):
-    """The mistake of a gather that writes two ranks' parts in the wrong order."""
-    return sum_op.room_of(rooms_ptr, 1 - rank, x)
+def room_of_the_other(rooms_ptr, rank, dtype: tl.constexpr):
+    """The mistake of a gather that takes each of two ranks' parts for the other's."""
+    return sum_op.room_of(rooms_ptr, 1 - rank, dtype)
 
 
 def others(group: PeerGroup) -> dict:
@@ -234,8 +228,7 @@ def wide_norms(group: PeerGroup) -> dict:
         (size, dtype, [p.view(size) for p in terms(group.size, 1, size[0] * size[1], dtype)])
         for size, dtype in shapes
     ]
-    by_words = [group._takes_rows(parts[group.rank]) for *_, parts in cases]
-    return {"wide": [norm(group, parts, 5) for *_, parts in cases], "by words": by_words}
+    return {"wide": [norm(group, parts, 5) for *_, parts in cases]}
 
 
 def dies(group: PeerGroup, norms: bool) -> dict:
@@ -257,10 +250,6 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     peer_group.MOST_BYTES, peer_group.DTYPES = {2: most, 3: most}, DTYPES
     sum_op.peer_sum = functools.partial(sum_op.peer_sum, looks=2)  # each takes the interpreter long
     norm_op.peer_norm = functools.partial(norm_op.peer_norm, looks=2)
-    packed_norm_op.packed_norm = functools.partial(packed_norm_op.packed_norm, looks=2)
-    # More rows are not brought by words: some cases have norms of both kinds, or none of words.
-    most_rows = {"all kinds": 4, "dies before a norm": 1}.get(case, 64)
-    packed_norm_op.MOST_ROWS = most_rows
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if case == "apart":

@@ -5,6 +5,7 @@ import torch
 from test_peer_sums import Ranks, in_interpreter, random_terms, run_ranks
 
 from minivllm.parallel.peers.gather_op import peer_gather
+from minivllm.parallel.peers.sum_op import Meetings
 from tests.tools.device import DEVICE
 
 
@@ -12,7 +13,8 @@ def gather_at(ranks: Ranks, rank: int, part: torch.Tensor) -> torch.Tensor:
     tables = [
         torch.tensor([t.data_ptr() for t in them], device=DEVICE) for them in (ranks.rooms, ranks.flags)
     ]
-    return peer_gather(part, *tables, ranks.sums[rank], ranks.stop, ranks.half, rank, looks=2)
+    meetings = Meetings(*tables, ranks.sums[rank], ranks.stop, ranks.half, rank)
+    return peer_gather(part, meetings, looks=2)
 
 
 @pytest.mark.parametrize("size", [2, 4])

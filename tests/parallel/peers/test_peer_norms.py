@@ -10,15 +10,19 @@ from minivllm.gpu.kernels import norm
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
 from minivllm.gpu.kernels.update import Update
-from minivllm.parallel.peers.adapted_norm_op import adapted_peer_norm
-from minivllm.parallel.peers.norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
-from minivllm.parallel.peers.packed_norm_op import packed_norm, packs
-from minivllm.parallel.peers.sum_op import peer_sum, programs_of
-from minivllm.parallel.peers.words_op import MORE_WORDS
+from minivllm.parallel.peers.norm_op import peer_norm, warps_of
+from minivllm.parallel.peers.sum_op import (
+    BYTES_A_ROW,
+    BYTES_OF_X,
+    MOST_RANKS,
+    ROWS,
+    Meetings,
+    peer_sum,
+    programs_of,
+)
 from tests.tools.device import DEVICE
 from tests.tools.memory import Guarded
 from tests.worlds.gpu import in_pages
-from tests.worlds.peers import Brought
 
 NAN = float("nan")
 EPS = 1e-3
@@ -32,22 +36,32 @@ class Ranks:
     """What each of some ranks has, without processes: both halves of a room have its rows, amid NaN.
 
     x   (ranks, T, H)
+    h   (ranks, T, r) of adapters, NaN where nothing is brought; None = there are none
     """
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, h: torch.Tensor | None = None) -> None:
         size, rows, width = x.shape
         self.x, self.half = x.to(DEVICE), rows * BYTES_A_ROW
         self.rooms = torch.full((size, 2, rows, BYTES_A_ROW // x.itemsize), NAN, dtype=x.dtype, device=DEVICE)
         self.rooms[..., :width] = self.x[:, None]
+        if h is not None:
+            behind = BYTES_OF_X.value // 4
+            in_float32 = self.rooms.view(torch.float32)
+            in_float32[..., behind:] = NAN
+            in_float32[..., behind : behind + h.shape[2]] = h[:, None].to(DEVICE)
+        self.untouched = self.rooms.isnan().sum()
         self.flags = torch.ones(size, rows, size, dtype=torch.int32, device=DEVICE)  # all have come once
         self.counts = torch.zeros(size, rows, dtype=torch.int32, device=DEVICE)
         self.stop = torch.zeros(1, dtype=torch.int32)
         if DEVICE == "cuda":
             self.stop = self.stop.pin_memory()
 
-    def norm_at(self, rank: int, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def meetings_of(self, rank: int) -> Meetings:
         tables = addresses(self.rooms), addresses(self.flags), self.counts[rank], self.stop
-        return peer_norm(self.x[rank], residual, weight, EPS, *tables, self.half, rank, looks=2)
+        return Meetings(*tables, self.half, rank)
+
+    def norm_at(self, rank: int, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peer_norm(self.x[rank], residual, weight, EPS, self.meetings_of(rank), looks=2)
 
 
 def addresses(of_ranks: torch.Tensor) -> torch.Tensor:
@@ -58,8 +72,8 @@ def sum_at_rank_0(x: torch.Tensor) -> torch.Tensor:
     """As `peer_sum` gives it, where all have come.   x: (ranks, T, H)"""
     rooms, half = torch.stack([x, x], dim=1), x[0].nbytes  # (ranks, 2, T, H)
     flags = torch.ones(len(x), programs_of(half), len(x), dtype=torch.int32, device=DEVICE)
-    counts, stop = torch.zeros_like(flags[0, :, 0]), torch.zeros(1, dtype=torch.int32)
-    return peer_sum(x[0], addresses(rooms), addresses(flags), counts, stop, half, 0, looks=2)
+    counts, stop = torch.zeros_like(flags[0, :, 0]), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return peer_sum(x[0], Meetings(addresses(rooms), addresses(flags), counts, stop, half, 0), looks=2)
 
 
 def terms(size, dtype, shape):
@@ -87,7 +101,7 @@ def test_its_bits_are_those_of_a_sum_and_then_a_norm_on_all_ranks(size, dtype, s
 
         assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
         stream.assert_intact()
-    assert ranks.rooms.isnan().sum() == ranks.rooms.numel() * (1 - shape[1] / ranks.rooms.shape[-1])
+    assert ranks.rooms.isnan().sum() == ranks.untouched
 
 
 def test_it_is_the_norm_of_all_terms_and_the_residual():
@@ -113,30 +127,6 @@ def test_who_is_told_to_stop_waits_for_nobody():
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "shape"),
-    [
-        (2, torch.float32, (3, 1000)),
-        (2, torch.float16, (2, 4096)),
-        (4, torch.float32, (1, 4096)),
-        (4, torch.float16, (5, 40)),
-    ],
-    ids=str,
-)
-def test_words_bring_the_same_bits_to_all_ranks(size, dtype, shape):
-    x, residual, weight = terms(size, dtype, shape)
-    brought, expected_residual = Brought(x), residual.clone().to(DEVICE)
-    expected = norm.fused_add_rms_norm(sum_at_rank_0(x.to(DEVICE)), expected_residual, weight, EPS)
-
-    for rank in range(size):
-        brought.bring_to(rank)
-        stream = Guarded(residual, gap=8, device=DEVICE)
-        found = packed_norm(brought.x[rank], stream.view, weight, EPS, brought.words_at(rank), looks=2)
-
-        assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
-        stream.assert_intact()
-
-
-@pytest.mark.parametrize(
     ("size", "dtype", "rank"),
     [(2, torch.float16, 8), (3, torch.float32, 20), (2, torch.float32, 32), (3, torch.float16, 7)],
     ids=str,
@@ -146,75 +136,30 @@ def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks
     shape, slots = (5, 1000), torch.tensor([0, -1, 3, 2, 1], device=DEVICE)
     x, residual = normal(size, *shape).to(dtype) * 3, normal(*shape, seed=1).to(dtype)
     b, weight = (normal(*of, seed=3).to(dtype).to(DEVICE) for of in ((4, shape[1], rank), shape[1:]))
-    ranks = torch.tensor([[rank, 0, 1, rank - 1]], dtype=torch.int32, device=DEVICE)
-    live = torch.where(slots < 0, 0, ranks[0, slots.clamp(min=0)])
+    live_ranks = torch.tensor([[rank, 0, 1, rank - 1]], dtype=torch.int32, device=DEVICE)
+    live = torch.where(slots < 0, 0, live_ranks[0, slots.clamp(min=0)])
     dead = torch.arange(rank, device=DEVICE) >= live[:, None]
     h = normal(size, 5, rank, seed=2).to(dtype).to(DEVICE).masked_fill(dead, NAN)
     expected_residual = residual.clone().to(DEVICE)
-    pieces = in_pages([b], ranks)
+    pieces = in_pages([b], live_ranks)
+    ranks = Ranks(x, h)
     update = Update(functools.reduce(torch.add, h.float())[None], pieces)
-    total = sum_at_rank_0(x.to(DEVICE))
-    expected = adapted_norm(update, slots, weight, EPS, total, expected_residual)
-    brought = Brought(x)
-    brought.more = h.float()
+    expected = adapted_norm(update, slots, weight, EPS, sum_at_rank_0(ranks.x), expected_residual)
 
     for tp_rank in range(size):
-        brought.bring_to(tp_rank)
         stream = Guarded(residual, gap=8, device=DEVICE)
         term = Guarded(x[tp_rank], gap=8, device=DEVICE).view
         update = Update(h[tp_rank][None], pieces)
-        words = brought.words_at(tp_rank)
-        found = adapted_peer_norm(update, slots, weight, EPS, words, term, stream.view, looks=2)
+        of_rank = ranks.meetings_of(tp_rank), update, slots
+        found = peer_norm(term, stream.view, weight, EPS, *of_rank, looks=2)
 
         assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
         stream.assert_intact()
+    assert ranks.rooms.isnan().sum() == ranks.untouched
 
 
-def test_words_have_room_for_every_rank_of_h_that_norms_add():
-    assert MORE_WORDS.value >= MOST_NORM_RANK and ROWS >= MOST_NORM_TOKENS
-
-
-def packed_at_rank_0(brought):
-    residual = torch.zeros_like(brought.x[0])
-    packed_norm(brought.x[0], residual, brought.x[0][0], EPS, brought.words_at(0), looks=2)
-    return residual
-
-
-def test_words_count_past_the_largest_integer():
-    brought = Brought(normal(2, 2, 16), met=torch.tensor([2**31 - 2, -2], dtype=torch.int32))
-
-    for counts in ([2**31 - 1, -1], [-(2**31), 0], [1 - 2**31, 1]):
-        brought.bring_to(0)
-
-        assert torch.equal(packed_at_rank_0(brought), brought.x.sum(0))
-        assert brought.counts[0, :2].tolist() == counts and not brought.ended.any()
-
-
-def test_a_row_waits_for_words_of_its_own_meeting():
-    brought = Brought(normal(2, 2, 16))
-    brought.bring_to(0)
-    brought.counts[0, 1] = 2  # what is there for row 1 is of the meeting before last
-
-    packed_at_rank_0(brought)
-
-    assert brought.ended[0, :2].tolist() == [0, 1]
-
-
-def test_who_was_told_to_stop_asks_the_host_once_a_row_and_not_again_for_every_norm():
-    brought = Brought(normal(3, 2, 16))  # nobody comes
-    packed_at_rank_0(brought)
-    brought.stop.fill_(0)
-
-    packed_at_rank_0(brought)  # or it waits
-
-    assert brought.counts[0, :2].tolist() == [2, 2] and brought.ended[0, :3].tolist() == [1, 1, 0]
-
-
-def test_words_bring_few_rows_and_few_bytes():
-    eight_kib = torch.empty(64, 4096, dtype=torch.float16)
-
-    assert packs(eight_kib, 2) and packs(eight_kib[:21], 4)
-    assert not packs(eight_kib[:22], 4) and not packs(torch.empty(65, 8), 2)
+def test_there_is_room_for_every_rank_of_h_that_norms_add():
+    assert MOST_RANKS >= MOST_NORM_RANK and ROWS >= MOST_NORM_TOKENS
 
 
 @pytest.mark.parametrize("width", [8, 576, 1000, 2048, 4096, 8192, 16384])
@@ -231,13 +176,12 @@ class TestProcesses:
     def test_have_sums_gathers_and_norms_of_all_sizes_right_in_any_order(self, tmp_path, size):
         for code, found in run_ranks(size, tmp_path, "all kinds"):
             assert code == 0 and found["is_on"] and found["right"] == 80
-            assert found["normed"] == 25 and 5 < found["packed"] < 20 and found["adapted"] == 11
-            assert min(map(len, found["counts"])) > 3  # programs of high numbers have met less often
+            assert found["normed"] == 25 and found["adapted"] == 11
+            assert len(found["counts"]) > 3  # programs of high numbers have met less often
 
     def test_sum_first_where_rows_are_too_many_or_too_wide_or_odd(self, tmp_path):
         for code, found in run_ranks(2, tmp_path, "wide norms"):
             assert code == 0 and found["wide"] == [[True, False]] * 4  # right, and not by the kernel
-            assert found["by words"] == [False] * 4
 
     def test_are_let_go_when_one_has_ended(self, tmp_path):
         *left, (last, _) = run_ranks(3, tmp_path, "dies before a norm")

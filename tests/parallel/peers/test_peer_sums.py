@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from minivllm.config import ParallelConfig
-from minivllm.parallel.peers import group as peer_group
 from minivllm.parallel.peers import memory as peer_memory
-from minivllm.parallel.peers.sum_op import peer_sum, programs_of
+from minivllm.parallel.peers.sum_op import Meetings, peer_sum, programs_of
 from minivllm.parallel.ranks import make_group
 from tests.tools.device import DEVICE, compile_for_gpu
 from tests.worlds.waiting import PATIENCE
 
-SCRIPT = Path(__file__).with_name("peer_ranks.py")
+ROOT = Path(__file__).parents[3]
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own memory")
 
 
@@ -43,7 +42,8 @@ class Ranks:
         tables = [
             torch.tensor([t.data_ptr() for t in them], device=DEVICE) for them in (self.rooms, self.flags)
         ]
-        return peer_sum(self.terms[rank], *tables, self.sums[rank], self.stop, self.half, rank, looks=2)
+        meetings = Meetings(*tables, self.sums[rank], self.stop, self.half, rank)
+        return peer_sum(self.terms[rank], meetings, looks=2)
 
     def tell_all(self, count: int) -> None:
         """All have begun that many sums."""
@@ -111,32 +111,15 @@ def test_the_kernel_compiles_for_a_gpu_also_where_none_is(tmp_path):
     assert done.stdout == "compiled\n", done.stderr
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """The name of the way that a group shares memory by, on a GPU; None = torch.distributed sums everything."""
-    monkeypatch.delenv(peer_group.VARIABLE, raising=False)
-    monkeypatch.setattr(peer_group.dist, "get_rank", lambda: 0)
+def test_gpus_share_memory_unless_that_is_disabled(monkeypatch):
     monkeypatch.setattr("minivllm.parallel.ranks.ProcessGroup", lambda: None)
-    monkeypatch.setattr(peer_group, "PeerGroup", lambda memory, device: memory)
-    monkeypatch.setattr(
-        peer_group, "WAYS", {"ipc": lambda rank: "ipc", "symmetric": lambda rank: "symmetric"}
-    )
-    return lambda device="cuda:0", **options: make_group(device, ParallelConfig(2, **options))
+    monkeypatch.setattr("minivllm.parallel.ranks.make_peer_group", lambda device: f"peers on {device}")
 
+    def made(device, **options):
+        return make_group(device, ParallelConfig(2, **options))
 
-def test_gpus_share_memory_by_handles_unless_another_way_or_none_is_wanted(made, monkeypatch):
-    assert (made(), made(disable_custom_all_reduce=True), made("cpu")) == ("ipc", None, None)
-
-    monkeypatch.setenv(peer_group.VARIABLE, "symmetric")
-
-    assert (made(), made(disable_custom_all_reduce=True), made("cpu")) == ("symmetric", None, None)
-
-
-def test_a_way_that_is_none_is_refused_with_those_that_are(made, monkeypatch):
-    monkeypatch.setenv(peer_group.VARIABLE, "multicast")
-
-    with pytest.raises(ValueError, match="'multicast' is no way to share memory; use ipc or symmetric"):
-        made()
+    assert made("cuda:0") == "peers on cuda:0"
+    assert made("cuda:0", disable_custom_all_reduce=True) is None and made("cpu") is None
 
 
 class FakeRuntime:
@@ -166,7 +149,7 @@ class FakeRuntime:
 @pytest.mark.parametrize("refused", ["cudaMalloc", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle"])
 def test_a_refusal_names_the_call_and_what_was_taken_is_given_back(monkeypatch, refused):
     runtime = FakeRuntime(refused)
-    monkeypatch.setattr(peer_memory, "_loaded_runtime", lambda: runtime)
+    monkeypatch.setattr(peer_memory, "cuda_runtime", lambda: runtime)
     memory = peer_memory.CudaIpc(rank=0)
 
     with pytest.raises(RuntimeError, match=rf"^{refused}: invalid argument \(1\)$"):
@@ -180,9 +163,9 @@ def test_memory_behind_a_link_without_atomic_operations_is_not_opened(monkeypatc
     runtimes = [FakeRuntime(has_atomics=has) for has in (True, False)]
     kept, refused = (peer_memory.CudaIpc(rank=1) for _ in runtimes)
 
-    monkeypatch.setattr(peer_memory, "_loaded_runtime", lambda: runtimes[0])
+    monkeypatch.setattr(peer_memory, "cuda_runtime", lambda: runtimes[0])
     kept.open([bytes(64), kept.offer(4096), bytes(64)])
-    monkeypatch.setattr(peer_memory, "_loaded_runtime", lambda: runtimes[1])
+    monkeypatch.setattr(peer_memory, "cuda_runtime", lambda: runtimes[1])
     with pytest.raises(RuntimeError, match=r"^GPU 3 and GPU 2: their link has no atomic operations$"):
         refused.open([bytes(64), refused.offer(4096), bytes(64)])
 
@@ -195,18 +178,23 @@ def test_a_process_without_the_cuda_runtime_says_so():
         pytest.skip("it has one")
     memory = peer_memory.CudaIpc(rank=0)
 
-    with pytest.raises(RuntimeError, match="libcudart: not loaded by PyTorch"):
+    with pytest.raises(RuntimeError, match="libcudart: this PyTorch has none"):
         memory.offer(4096)
     memory.close()  # nothing was taken
 
 
 def run_ranks(size: int, folder: Path, case: str) -> list[tuple[int, dict]]:
     """(exit code, what it found) of each rank."""
-    commands = [
-        [sys.executable, str(SCRIPT), str(rank), str(size), str(folder), case] for rank in range(size)
-    ]
+    script = [sys.executable, "-m", "tests.parallel.peers.peer_ranks"]
     started = [
-        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands
+        subprocess.Popen(
+            [*script, str(rank), str(size), str(folder), case],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(size)
     ]
     try:
         ended = [process.communicate(timeout=3 * PATIENCE) for process in started]
