@@ -62,7 +62,7 @@ class AdapterReader(AdapterSource):
         self._checks: dict[tuple[LoRARequest, bool], Future[LoRAModel]] = {}  # under way
         self._checked: tuple[LoRARequest, Future[LoRAModel]] | None = None
         self.source = self.worker.source
-        self.manager, self.reading = self.source.manager, self.source.reading
+        self.manager = self.source.manager
         self.worker.read_through(lambda source: self)
 
     def close(self) -> None:

@@ -1,14 +1,17 @@
 """An engine on several ranks: the tokens of one, refusals by all of them or none, and the end of all with any."""
 
+import asyncio
 import gc
+from functools import partial
 
 import pytest
 
-from minivllm import EngineArgs, LoRARequest, SamplingParams
+from minivllm import AsyncLLM, EngineArgs, LoRARequest, SamplingParams
 from minivllm.errors import EngineDeadError, in_one_sentence
 from minivllm.parallel import other_ranks, shared_reading
 from minivllm.parallel.ranks import config_of, device_of
-from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
+from minivllm.serving.engine_process import EngineProcess
+from tests.worlds.engines import OPTIONS, greedy, make_engine, tiny_world, tokens_of
 from tests.worlds.processes import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
 from tests.worlds.waiting import PATIENCE
 
@@ -41,6 +44,26 @@ class TestAnswers:
 
         found = answers(shared, [world.request(name) for name in names], 9)
 
+        assert found == [world.oracle().greedy(name, PROMPT, 9) for name in names]
+
+    def test_behind_an_event_loop_too_where_adapters_are_read_beside_the_steps(self, world):
+        """As `minivllm serve` has them."""
+        options = {**OPTIONS, "tensor_parallel_size": 2, "threads": 1}
+        llm, names = (
+            AsyncLLM(EngineProcess(partial(make_engine, world.base, None, options))),
+            [None, *world.names],
+        )
+
+        async def answer(name):
+            return [o async for o in llm.generate(PROMPT, greedy(9), f"of {name}", world.request(name))][-1]
+
+        async def main():
+            return await asyncio.gather(*map(answer, names))
+
+        try:
+            found = [tokens_of(output) for output in asyncio.run(main())]
+        finally:
+            llm.shutdown()
         assert found == [world.oracle().greedy(name, PROMPT, 9) for name in names]
 
     def test_of_40_adapters_over_4_slots_and_8_places_in_memory_too(self, world, shared):
