@@ -14,7 +14,7 @@ from minivllm import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.config import EVICTION_POLICIES, SCHEDULING_POLICIES
 from minivllm.engine.outputs import CompletionOutput
 from tests.worlds.models import character_tokenizer
-from tests.worlds.small import WIDTHS, SmallWorld, write_adapter
+from tests.worlds.small import USUAL, SmallWorld, Tensors, write_adapter
 
 NUM_ADAPTERS = 5  # ids 1 to 5; id 0 is the base model
 LONGEST_PROMPT, MOST_TOKENS, MOST_ANSWERS = 20, 10, 3
@@ -123,13 +123,11 @@ class Disk(SmallWorld):
             (folder / f"adapter{adapter_id}").mkdir()
             for number, version in enumerate((*GOOD, "nan", "wrong-shape")):
                 seed = 10 * adapter_id + number
-                widths = dict(list(WIDTHS.items())[seed % 2 :])
-                if version == "wrong-shape":
-                    widths = {
-                        name: (width_in - 1, width_out) for name, (width_in, width_out) in widths.items()
-                    }
+                modules = USUAL[seed % 2 :]
                 factor = float("nan") if version == "nan" else 1.0
-                write_adapter(self.path(adapter_id, version), seed, factor, rank=1 + seed % 6, widths=widths)
+                change = without_an_input if version == "wrong-shape" else dict
+                options = {"factor": factor, "rank": 1 + seed % 6, "modules": modules, "change": change}
+                write_adapter(self.path(adapter_id, version), seed, **options)
 
     def path(self, adapter_id: int, version: str) -> Path:
         return self.folder / f"adapter{adapter_id}" / version
@@ -273,3 +271,8 @@ def _adapter_at(point: str, args: tuple) -> tuple[Any, ...]:
 
 def was_thrown(error: object) -> bool:
     return "thrown into" in str(error)
+
+
+def without_an_input(tensors: Tensors) -> Tensors:
+    """Every A made for a module that is narrower by one."""
+    return {name: t[:, :-1].contiguous() if ".lora_A." in name else t for name, t in tensors.items()}

@@ -10,7 +10,7 @@ from test_runner_graphs import Rerun, compare_with_eager, watch_replays
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.tools.device import DEVICE, needs_cuda
-from tests.worlds.engines import AdapterSet, greedy, run, tokens_of
+from tests.worlds.engines import TinyWorld, greedy, run, tokens_of
 from tests.worlds.gpu import graph_steps
 from tests.worlds.tokens import COUNTS, TokenSet, V, with_new
 
@@ -41,7 +41,7 @@ def tokens(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def biases(tmp_path_factory):
-    return AdapterSet(tmp_path_factory.mktemp("biases"), "llama-linear-rope-biases-tied", BIASES)
+    return TinyWorld(tmp_path_factory.mktemp("biases"), "llama-linear-rope-biases-tied", BIASES)
 
 
 def ask(engine, world, pairs, max_tokens=6):

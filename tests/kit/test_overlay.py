@@ -229,7 +229,7 @@ def test_an_engine_and_its_ranks_in_processes_of_their_own_have_it(checkout, tmp
     path, told = checkout.file("2.2"), tmp_path / "told"
     told.mkdir()
     path.write_text(f"{path.read_text()}\n\nimport os\nopen(f'{told}/{{os.getpid()}}', 'x').close()\n")
-    world = TinyWorld(tmp_path / "world", "llama-llama3-rope", torch.float32)
+    world = TinyWorld(tmp_path / "world", "llama-llama3-rope", dtype=torch.float32)
     options = {**OPTIONS, "model": str(world.base), "tensor_parallel_size": 2}
     code = (
         "import os\n"

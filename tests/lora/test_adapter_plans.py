@@ -17,7 +17,7 @@ from minivllm.lora import loading, plans
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
-from tests.worlds.engines import AdapterSet, tiny_world
+from tests.worlds.engines import TinyWorld, tiny_world
 from tests.worlds.malformed_adapters import CONFIG, WEIGHTS, configure, tensors_of
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
@@ -161,7 +161,7 @@ def test_adapters_of_a_layout_share_no_memory_and_leave_nothing_behind(loaders, 
 
 @pytest.mark.parametrize("variant, adapters", [("llama-llama3-rope", OTHERS), ("phi3-fused", FUSED)])
 def test_what_is_not_plain_is_the_same_each_time(variant, adapters, tmp_path):
-    others = AdapterSet(tmp_path, variant, adapters)
+    others = TinyWorld(tmp_path, variant, adapters)
     loaders = Loaders(others.engine(**WORLD_OPTIONS))
     for name in adapters:
         for _ in range(2):

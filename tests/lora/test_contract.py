@@ -12,7 +12,7 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.utils import from_layer
 from tests.oracles.rows import assert_rows_equal
 from tests.oracles.toy_backend import ToyBackend
-from tests.worlds.engines import AdapterSet
+from tests.worlds.engines import TinyWorld
 
 ADAPTERS = {
     "all": {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -31,7 +31,7 @@ def toy(monkeypatch):
 
 def test_it_serves_a_model_token_for_token_as_the_default_one_does(toy, tmp_path):
     """Both are held to transformers + PEFT, so to each other."""
-    world = AdapterSet(tmp_path, "llama-llama3-rope", ADAPTERS)
+    world = TinyWorld(tmp_path, "llama-llama3-rope", ADAPTERS)
     workload = world.workload(1, rows=2)
 
     for backend in (toy, "auto"):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.oracles.peft import Oracle
 from tests.worlds.adapters import save_adapter
-from tests.worlds.engines import AdapterSet, snapshot
+from tests.worlds.engines import TinyWorld, snapshot
 from tests.worlds.models import SIZES, save_base, token_ids
 
 # Trained on Phi-3: one A, and one B as tall as the whole module.
@@ -97,7 +97,7 @@ def save_split(folder, fused_base):
     return folder
 
 
-class TwoForms(AdapterSet):
+class TwoForms(TinyWorld):
     """The two folders, and adapters that were trained on one of them.
 
     bases        "fused" and "split" -> the folder
@@ -111,7 +111,7 @@ class TwoForms(AdapterSet):
         self.trained_on = {**dict.fromkeys(FUSED, "fused"), **dict.fromkeys(SPLIT, "split")}
         for seed, (name, config) in enumerate({**FUSED, **SPLIT}.items()):
             save_adapter(folder / name, self.bases[self.trained_on[name]], seed, **config)
-        self._oracles, self._answers = {}, {}
+        self._oracles_of = {}
 
     def make_oracle(self, name):
         oracle = Oracle(self.bases[self.trained_on.get(name, "fused")])
@@ -132,12 +132,12 @@ def world(tmp_path_factory):
 def test_both_folders_are_one_model_and_every_adapter_moves_it(world):
     """Else agreement would prove nothing."""
     prompt = token_ids(12, seed=3)
-    base = world.oracle(None).logits(None, [prompt])
+    base = world.oracle_of(None).logits(None, [prompt])
 
     split = Oracle(world.bases["split"]).logits(None, [prompt])
 
     assert (base - split).abs().max() < 1e-12 * base.abs().max()
-    moved = [world.oracle(name).logits(name, [prompt]) - base for name in world.names]
+    moved = [world.oracle_of(name).logits(name, [prompt]) - base for name in world.names]
     assert all(difference.abs().max() > 0.1 * base.abs().max() for difference in moved)
 
 
@@ -189,7 +189,7 @@ def test_a_packed_adapter_has_the_whole_a_in_every_part_and_its_rows_of_b(world,
 
     file = load_file(world.path(name) / "adapter_model.safetensors")
     prefix = "model.layers.1.self_attn"
-    peft = world.oracle(name).peft.get_submodule(f"base_model.model.{prefix}.qkv_proj")
+    peft = world.oracle_of(name).peft.get_submodule(f"base_model.model.{prefix}.qkv_proj")
     packed = lora.get_lora(f"{prefix}.qkv_proj")
     rows = [slice(0, 48), slice(48, 72), slice(72, 96)]
     lora_a, lora_b = (file[f"base_model.model.{prefix}.qkv_proj.lora_{side}.weight"] for side in "AB")

@@ -5,7 +5,7 @@ those of transformers + PEFT for it alone.
 import pytest
 import torch
 
-from tests.worlds.engines import AdapterSet, greedy
+from tests.worlds.engines import TinyWorld, greedy
 
 TARGETS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -53,7 +53,7 @@ def tied(tmp_path_factory):
 
 def made(variant, tmp_path_factory):
     if variant not in _sets:
-        _sets[variant] = AdapterSet(tmp_path_factory.mktemp("ends"), variant, VARIANTS[variant])
+        _sets[variant] = TinyWorld(tmp_path_factory.mktemp("ends"), variant, VARIANTS[variant])
     return _sets[variant]
 
 
@@ -95,9 +95,9 @@ def test_a_slot_that_had_such_an_adapter_serves_one_that_leaves_embeddings_alone
 def test_the_adapters_move_the_logits_and_differ_from_one_another(world):
     """Agreement proves nothing of adapters that change nothing."""
     prompt = [5, 9, 60, 3, 5, 17]
-    base = world.oracle(None).logits(None, [prompt])
+    base = world.oracle_of(None).logits(None, [prompt])
 
-    moved = {name: world.oracle(name).logits(name, [prompt]) - base for name in world.names}
+    moved = {name: world.oracle_of(name).logits(name, [prompt]) - base for name in world.names}
 
     for name, shift in moved.items():
         assert shift.abs().max() > 0.1 * base.abs().max(), name

@@ -13,7 +13,7 @@ from minivllm import LoRARequest
 from minivllm.models import registry
 from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
 from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from tests.oracles.peft import all_in_float64, load_oracle
+from tests.oracles.peft import Oracle
 from tests.tools.device import DEVICE
 from tests.tools.watching import Products
 from tests.worlds.adapters import save_adapter
@@ -24,10 +24,8 @@ from tests.worlds.experts import (
     MIXTRAL,
     QWEN,
     OldAdapter,
-    greedy_of,
     old_adapter,
     sparse_world,
-    with_peft,
 )
 from tests.worlds.models import token_ids, transformers_model
 
@@ -119,38 +117,35 @@ class TestTokens:
         """w1, w2, w3 or gate_proj, down_proj, up_proj, in the block under either name."""
         trained = old_adapter(world.variant, "patterns", other_names=True)
         path = trained.save(tmp_path / "adapter", transformers_model(world.variant), seed=3)
-        oracle = load_oracle(world.base)
-        all_in_float64(oracle)
-        trained.merge(oracle, path)
+        oracle = Oracle(world.base)
+        trained.merge(oracle.base, path)
         prompt = token_ids(11, 5)
 
         found = serve(world.engine(), [(LoRARequest("a", 1, str(path)), prompt)])
 
-        assert found == [greedy_of(oracle, prompt, NUM_TOKENS)]
+        assert found == [oracle.greedy(None, prompt, NUM_TOKENS)]
         assert found != [world.answer(None, prompt, NUM_TOKENS)]
 
     def test_of_an_old_adapter_are_what_peft_makes_of_it(self, world):
         """Where PEFT converts rightly: without rsLoRA, and if all of an expert is adapted."""
-        oracle = load_oracle(world.base)
-        all_in_float64(oracle)
-        oracle = with_peft(oracle, world.path("old/plain"))
+        oracle = Oracle(world.base)
+        oracle.load("plain", world.path("old/plain"))
 
         for prompt in (token_ids(13, 0), token_ids(9, 1)):
-            assert greedy_of(oracle, prompt, NUM_TOKENS) == world.answer("old/plain", prompt, NUM_TOKENS)
+            assert oracle.greedy("plain", prompt, NUM_TOKENS) == world.answer("old/plain", prompt, NUM_TOKENS)
 
     def test_an_adapter_trained_by_its_old_names_is_served_as_peft_saves_it_now(self, world, tmp_path):
         """PEFT makes parameters of these targets, with gate and up in one at twice the rank."""
         names = ["w1", "w2", "w3"] if world.variant == MIXTRAL else ["gate_proj", "down_proj", "up_proj"]
         config = {"r": 4, "lora_alpha": 7, "use_rslora": True, "target_modules": [*names, "gate", "v_proj"]}
         path = save_adapter(tmp_path / "adapter", world.base, 3, **config)
-        oracle = load_oracle(world.base)
-        all_in_float64(oracle)
-        oracle = with_peft(oracle, path)
+        oracle = Oracle(world.base)
+        oracle.load("old names", path)
         prompt = token_ids(11, 5)
 
         found = serve(world.engine(), [(LoRARequest("a", 1, str(path)), prompt)])
 
-        assert found == [greedy_of(oracle, prompt, NUM_TOKENS)]
+        assert found == [oracle.greedy("old names", prompt, NUM_TOKENS)]
         assert found != [world.answer(None, prompt, NUM_TOKENS)]
 
 

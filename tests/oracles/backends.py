@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.slots import Slots
+from tests.oracles.toy_backend import ToyBackend
 from tests.tools.memory import ScatteredSlots
 
 
-class NaivePunica(Backend):
+class NaivePunica(ToyBackend):
     """What a backend owes a layer: each row's own adapter.
 
     token_slots: the slot of each row, -1 for base rows; a test sets it before a forward pass
@@ -38,20 +38,6 @@ class NaivePunica(Backend):
 
     def reaches(self, slots):
         return True
-
-    def add(self, y, x, slots, rows, slices=ALL_SLICES):
-        for row, slot in enumerate(rows.tolist()):
-            if slot >= 0:
-                added = [
-                    b[slot, 0].double() @ (a[slot, 0].double() @ x[row].double())
-                    for a, b in zip(slots.a[slices], slots.b[slices], strict=True)
-                ]
-                y[row] += torch.cat(added).to(y.dtype)
-
-    def expand(self, y, h, slots, rows):
-        for row, slot in enumerate(rows.tolist()):
-            if slot >= 0:
-                y[row] += (slots.b[0][slot, 0].double() @ h[row].double()).to(y.dtype)
 
 
 class ScatteredPunica(NaivePunica):

@@ -86,6 +86,7 @@ class Oracle:
         self.dtype = dtype
         self.peft = None
         self.known: set[str] = set()
+        self._answers: dict[tuple, list[int]] = {}  # (adapter, prompt) -> the longest one worked out
 
     def load(self, name: str, folder: Path) -> None:
         """Read an adapter folder under a name of its own."""
@@ -97,10 +98,15 @@ class Oracle:
             self.peft.load_adapter(folder, adapter_name=name)
         self.peft.to(self.dtype).eval()
         self.known.add(name)
+        self._forget_answers(name)
 
     def forget(self, name: str) -> None:
         self.peft.delete_adapter(name)
         self.known.remove(name)
+        self._forget_answers(name)
+
+    def _forget_answers(self, name: str) -> None:
+        self._answers = {key: tokens for key, tokens in self._answers.items() if key[0] != name}
 
     @torch.inference_mode()
     def call(self, name: str | None, function: Callable[[torch.nn.Module], Result]) -> Result:
@@ -120,16 +126,17 @@ class Oracle:
         return self.call(name, lambda model: model(padded).logits)
 
     def greedy(self, name: str | None, prompt: list[int], max_tokens: int) -> list[int]:
-        """What is likeliest, token by token, with no end but the length."""
+        """What is likeliest, token by token, with no end but the length. Worked out once."""
+        tokens = self._answers.setdefault((name, *prompt), [])
 
-        def generate(model: torch.nn.Module) -> list[int]:
-            ids = list(prompt)
-            for _ in range(max_tokens):
-                logits = model(torch.tensor([ids]), use_cache=False).logits
-                ids.append(int(logits[0, -1].argmax()))
-            return ids[len(prompt) :]
+        def go_on(model: torch.nn.Module) -> None:
+            while len(tokens) < max_tokens:
+                logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+                tokens.append(int(logits[0, -1].argmax()))
 
-        return self.call(name, generate)
+        if len(tokens) < max_tokens:
+            self.call(name, go_on)
+        return tokens[:max_tokens]
 
 
 def quantization_config():

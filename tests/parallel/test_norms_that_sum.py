@@ -16,7 +16,7 @@ from minivllm.layers.ranks import ONE_RANK
 from minivllm.models.registry import get_model
 from tests.oracles.peft import reference_logits
 from tests.worlds import ranks
-from tests.worlds.engines import AdapterSet
+from tests.worlds.engines import TinyWorld
 from tests.worlds.models import VARIANTS, PagedRequests, token_ids, transformers_model
 from tests.worlds.ranks import assert_shared_engines_answer, engines_in_lockstep, serve
 
@@ -69,7 +69,7 @@ def test_every_process_has_the_logits_of_transformers_in_steps_of_few_rows_and_o
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return AdapterSet(tmp_path_factory.mktemp("plain"), "llama-llama3-rope", PLAIN)
+    return TinyWorld(tmp_path_factory.mktemp("plain"), "llama-llama3-rope", PLAIN)
 
 
 @pytest.mark.parametrize("fully", [False, True], ids=["cut", "fully sharded"])
@@ -99,7 +99,7 @@ def test_norms_that_sum_add_what_adapters_add(world, monkeypatch):
 
 
 def test_biases_of_adapters_are_added_once(tmp_path_factory, monkeypatch):
-    with_biases = AdapterSet(tmp_path_factory.mktemp("biases"), "llama-llama3-rope", LINEARS)
+    with_biases = TinyWorld(tmp_path_factory.mktemp("biases"), "llama-llama3-rope", LINEARS)
 
     assert_shared_engines_answer(
         monkeypatch,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.worlds.engines import AdapterSet
+from tests.worlds.engines import TinyWorld
 from tests.worlds.experts import MIXTRAL, QWEN, sparse_world
 from tests.worlds.models import token_ids
 from tests.worlds.ranks import assert_shared_engines_answer, engines_in_lockstep, serve
@@ -62,7 +62,7 @@ _worlds = {}
 def world_of(tmp_path_factory):
     def world_of(variant):
         if variant not in _worlds:
-            _worlds[variant] = AdapterSet(tmp_path_factory.mktemp("shared"), variant, WORLDS[variant])
+            _worlds[variant] = TinyWorld(tmp_path_factory.mktemp("shared"), variant, WORLDS[variant])
         return _worlds[variant]
 
     return world_of

@@ -52,7 +52,7 @@ def tidy(path: Path) -> None:
 
 def record_world(folder: Path) -> None:
     """The tiny world in float32, which holds its random weights without loss, and what PEFT answers there."""
-    world = TinyWorld(folder, VARIANT, torch.float32)
+    world = TinyWorld(folder, VARIANT, dtype=torch.float32)
     for name in world.names:
         path = world.path(name) / "adapter_model.safetensors"
         save_file({key: tensor.float() for key, tensor in load_file(path).items()}, path)

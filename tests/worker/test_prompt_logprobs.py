@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivllm import SamplingParams
-from tests.worlds.engines import AdapterSet, greedy, run, tokens_of
+from tests.worlds.engines import TinyWorld, greedy, run, tokens_of
 from tests.worlds.models import character_tokenizer, token_ids
 from tests.worlds.tokens import COUNTS, TokenSet, V
 
@@ -37,14 +37,14 @@ def llama(tmp_path_factory):
 
 def made(variant, tmp_path_factory):
     if variant not in _sets:
-        _sets[variant] = AdapterSet(tmp_path_factory.mktemp("prompts"), variant, ADAPTERS)
+        _sets[variant] = TinyWorld(tmp_path_factory.mktemp("prompts"), variant, ADAPTERS)
     return _sets[variant]
 
 
 def assert_logprobs(output, world, name, wanted, tolerance=1e-9):
     """First None, then of each token its own logprob and the likeliest ones', with their ranks."""
     prompt = output.prompt_token_ids
-    expected = world.oracle(name).logits(name, [prompt])[0, :-1].log_softmax(dim=-1)
+    expected = world.oracle_of(name).logits(name, [prompt])[0, :-1].log_softmax(dim=-1)
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     for token, row, found in zip(prompt[1:], expected, output.prompt_logprobs[1:], strict=True):
@@ -90,7 +90,7 @@ def test_23_of_an_adapter_on_lm_head_are_its_own_on_every_backend(llama, backend
 def test_are_moved_by_the_adapter_on_lm_head(llama):
     """Agreement proves nothing of an adapter that changes nothing."""
     prompt = token_ids(12, 4)
-    base, head = (llama.oracle(name).logits(name, [prompt])[0].log_softmax(-1) for name in (None, "head"))
+    base, head = (llama.oracle_of(name).logits(name, [prompt])[0].log_softmax(-1) for name in (None, "head"))
 
     assert (base - head).abs().max() > 0.5
 
@@ -161,7 +161,7 @@ def test_of_tokens_that_an_adapter_only_reads_are_impossible(tmp_path_factory):
 
     assert COUNTS["reads"] == 1
     assert added[V].logprob == -torch.inf and added[V].rank == V + 1
-    logits = world.oracle("reads").logits("reads", [[5, V, 9]])[0, 1]
+    logits = world.oracle_of("reads").logits("reads", [[5, V, 9]])[0, 1]
     assert known[9].logprob == pytest.approx(float(logits.log_softmax(-1)[9]), abs=1e-9)
 
 

@@ -1,7 +1,7 @@
 """Engines on tiny models, the adapters they serve, and loops around them."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,28 +34,52 @@ OPTIONS = {
 
 
 class TinyWorld(AdapterFolders):
-    """A base model's folder and the folders of four adapters for it, `adapters.ADAPTERS`."""
+    """A base model's folder, and the folder of each of its adapters.
 
-    def __init__(self, folder: Path, variant: str, dtype: torch.dtype = torch.float64) -> None:
-        self.folder = folder
-        self.variant = variant
+    adapters    name -> options of PEFT's LoraConfig; the id of the n-th is n
+    overrides   of the model's config
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        variant: str = "llama-llama3-rope",
+        adapters: Mapping[str, dict] = ADAPTERS,
+        dtype: torch.dtype = torch.float64,
+        **overrides: object,
+    ) -> None:
+        self.folder, self.variant, self.dtype, self.names = folder, variant, dtype, list(adapters)
         self.base = folder / "base"
-        self.names = list(ADAPTERS)
-        self.dtype = dtype
         self._oracles: dict[torch.dtype, Oracle] = {}
-        if not folder.exists():
-            save_base(self.base, variant, dtype)
+        self._oracles_of: dict[str | None, Oracle] = {}
+        if not self.base.exists():
+            save_base(self.base, variant, dtype, **overrides)
             character_tokenizer().save_pretrained(self.base)
-            for seed, (name, config) in enumerate(ADAPTERS.items()):
+            for seed, (name, config) in enumerate(adapters.items()):
                 save_adapter(self.path(name), self.base, seed, **config)
 
     def oracle(self, dtype: torch.dtype = torch.float64) -> Oracle:
-        """transformers + PEFT with all four adapters."""
+        """transformers + PEFT with all adapters."""
         if dtype not in self._oracles:
             oracle = self._oracles[dtype] = Oracle(self.base, dtype)
             for name in self.names:
                 oracle.load(name, self.path(name))
         return self._oracles[dtype]
+
+    def oracle_of(self, name: str | None) -> Oracle:
+        """A model of its own for an adapter, since adapters may change what is tied; None = base."""
+        if name not in self._oracles_of:
+            self._oracles_of[name] = self.make_oracle(name)
+        return self._oracles_of[name]
+
+    def make_oracle(self, name: str | None) -> Oracle:
+        oracle = Oracle(self.base)
+        if name is not None:
+            oracle.load(name, self.path(name))
+        return oracle
+
+    def answer(self, name: str | None, prompt: list[int], max_tokens: int) -> list[int]:
+        return self.oracle_of(name).greedy(name, prompt, max_tokens)
 
     def engine(self, tokenizer: object = None, **options: object) -> LLMEngine:
         """Two slots for four adapters and small blocks, unless told otherwise; no text without a tokenizer."""
@@ -69,6 +93,31 @@ class TinyWorld(AdapterFolders):
 
     def llm(self, **options: object) -> LLM:
         return LLM(str(self.base), **{**OPTIONS, **options})
+
+    def workload(self, seed: int = 0, rows: int = 3, adapters: list[str] | None = None) -> list[tuple]:
+        """(adapter, prompt) pairs: the base and every adapter `rows` times, two of them on the same prompts."""
+        rng = random.Random(seed)
+        names = [None, *(self.names if adapters is None else adapters)]
+        shared = [token_ids(n, seed + n) for n in (12, 5)]
+        pairs = [(name, prompt) for name in names for prompt in shared[: rows - 1]]
+        pairs += [(name, token_ids(rng.randint(1, 18), 50 * seed + i)) for i, name in enumerate(names)]
+        rng.shuffle(pairs)
+        return pairs
+
+    def assert_serves(
+        self, engine: LLMEngine, pairs: list[tuple], max_tokens: int = 8, tolerance: float = 1e-10
+    ) -> None:
+        """All at once: each request's tokens are its oracle's, and its logits, to a share of the largest."""
+        params = [greedy(max_tokens) for _ in pairs]
+        with watch_logits(engine, params) as seen:
+            for number, (name, prompt) in enumerate(pairs):
+                engine.add_request(str(number), prompt, params[number], lora_request=self.request(name))
+            outputs = run(engine)
+        for number, (name, prompt) in enumerate(pairs):
+            tokens = tokens_of(outputs[str(number)])
+            assert tokens == self.answer(name, prompt, max_tokens), f"{number}: {name}"
+            expected = self.oracle_of(name).logits(name, [prompt + tokens])[0, len(prompt) - 1 : -1]
+            assert_logits(torch.stack(seen[number]), expected, tolerance, f"{number}: {name}")
 
 
 def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> LLMEngine:
@@ -119,70 +168,6 @@ def snapshot(engine: LLMEngine) -> dict[str, object]:
     if engine.adapters is not None:
         info["registry"] = {i: (e.request, sorted(e.names)) for i, e in engine.adapters.adapters.items()}
     return info
-
-
-class AdapterSet(AdapterFolders):
-    """A base model's folder, and one for each adapter.
-
-    adapters   name -> options of PEFT's LoraConfig; the id of the n-th is n
-    """
-
-    def __init__(self, folder: Path, variant: str, adapters: dict[str, dict]) -> None:
-        self.folder, self.variant, self.names = folder, variant, list(adapters)
-        self.base = save_base(folder / "base", variant)
-        character_tokenizer().save_pretrained(self.base)
-        for seed, (name, config) in enumerate(adapters.items()):
-            save_adapter(folder / name, self.base, seed, **config)
-        self._oracles: dict[str | None, Oracle] = {}
-        self._answers: dict[tuple, list[int]] = {}
-
-    def oracle(self, name: str | None) -> Oracle:
-        """transformers, with PEFT's adapter on it; a model of its own, since adapters may change what is tied."""
-        if name not in self._oracles:
-            self._oracles[name] = self.make_oracle(name)
-        return self._oracles[name]
-
-    def make_oracle(self, name: str | None) -> Oracle:
-        oracle = Oracle(self.base)
-        if name is not None:
-            oracle.load(name, self.path(name))
-        return oracle
-
-    def answer(self, name: str | None, prompt: list[int], max_tokens: int) -> list[int]:
-        """The oracle's, asked once."""
-        key = name, tuple(prompt), max_tokens
-        if key not in self._answers:
-            self._answers[key] = self.oracle(name).greedy(name, prompt, max_tokens)
-        return self._answers[key]
-
-    def engine(self, tokenizer: object = None, **options: object) -> LLMEngine:
-        args = EngineArgs(model=str(self.base), **{**OPTIONS, **options})
-        return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
-
-    def workload(self, seed: int = 0, rows: int = 3, adapters: list[str] | None = None) -> list[tuple]:
-        """(adapter, prompt) pairs: the base and every adapter `rows` times, two of them on the same prompts."""
-        rng = random.Random(seed)
-        names = [None, *(self.names if adapters is None else adapters)]
-        shared = [token_ids(n, seed + n) for n in (12, 5)]
-        pairs = [(name, prompt) for name in names for prompt in shared[: rows - 1]]
-        pairs += [(name, token_ids(rng.randint(1, 18), 50 * seed + i)) for i, name in enumerate(names)]
-        rng.shuffle(pairs)
-        return pairs
-
-    def assert_serves(
-        self, engine: LLMEngine, pairs: list[tuple], max_tokens: int = 8, tolerance: float = 1e-10
-    ) -> None:
-        """All at once: each request's tokens are its oracle's, and its logits, to a share of the largest."""
-        params = [greedy(max_tokens) for _ in pairs]
-        with watch_logits(engine, params) as seen:
-            for number, (name, prompt) in enumerate(pairs):
-                engine.add_request(str(number), prompt, params[number], lora_request=self.request(name))
-            outputs = run(engine)
-        for number, (name, prompt) in enumerate(pairs):
-            tokens = tokens_of(outputs[str(number)])
-            assert tokens == self.answer(name, prompt, max_tokens), f"{number}: {name}"
-            expected = self.oracle(name).logits(name, [prompt + tokens])[0, len(prompt) - 1 : -1]
-            assert_logits(torch.stack(seen[number]), expected, tolerance, f"{number}: {name}")
 
 
 @contextmanager

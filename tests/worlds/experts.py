@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivllm import EngineArgs, LLMEngine, LoRARequest
-from tests.oracles.peft import all_in_float64, load_oracle
-from tests.worlds.adapters import save_adapter
-from tests.worlds.engines import OPTIONS
+from tests.oracles.peft import Oracle
+from tests.worlds.engines import TinyWorld
 from tests.worlds.models import transformers_model
 
 MIXTRAL, QWEN = "mixtral", "qwen3-moe-a-dense-layer"
@@ -170,71 +168,24 @@ def old_adapter(variant: str, name: str, other_names: bool = False) -> OldAdapte
     return OldAdapter(names=names, block=block, **values)
 
 
-class SparseWorld:
-    """A base model's folder and those of adapters for it: "parameters/..." by PEFT, "old/..." from older trainers.
-
-    names       of the adapters; the id of names[i] is i + 1
-    overrides   of the model's config
-    """
+class SparseWorld(TinyWorld):
+    """A base model's folder and those of adapters for it: "parameters/..." by PEFT, "old/..." from older trainers."""
 
     def __init__(self, folder: Path, variant: str, **overrides: object) -> None:
-        self.folder, self.variant = folder, variant
-        self.base = folder / "base"
-        model = transformers_model(variant, **overrides)
-        model.double().save_pretrained(self.base)
+        made_by_peft = {f"parameters/{name}": config for name, config in PARAMETERS.items()}
+        super().__init__(folder, variant, made_by_peft, **overrides)
         self.old = {f"old/{name}": old_adapter(variant, name) for name in OLD_ADAPTERS}
-        self.names = [*(f"parameters/{name}" for name in PARAMETERS), *self.old]
-        for seed, name in enumerate(self.names):
-            kind, _, short = name.partition("/")
-            if kind == "parameters":
-                save_adapter(folder / name, self.base, seed, **PARAMETERS[short])
-            else:
-                self.old[name].save(folder / name, model, seed)
-        self._oracles: dict[str | None, torch.nn.Module] = {}
-        self._answers: dict[tuple, list[int]] = {}
+        model = transformers_model(variant, **overrides)
+        for seed, (name, adapter) in enumerate(self.old.items(), len(self.names)):
+            adapter.save(self.path(name), model, seed)
+        self.names += self.old
 
-    def path(self, name: str) -> Path:
-        return self.folder / name
-
-    def request(self, name: str | None) -> LoRARequest | None:
-        return None if name is None else LoRARequest(name, self.names.index(name) + 1, str(self.path(name)))
-
-    def engine(self, **options: object) -> LLMEngine:
-        args = EngineArgs(model=str(self.base), **{**OPTIONS, **options})
-        return LLMEngine(args.create_engine_config(), None, warm_up=False)
-
-    def oracle(self, name: str | None) -> torch.nn.Module:
-        """transformers in float64 with one adapter, None = base"""
-        if name not in self._oracles:
-            model = load_oracle(self.base)
-            all_in_float64(model)
-            if name in self.old:
-                self.old[name].merge(model, self.path(name))
-            elif name is not None:
-                model = with_peft(model, self.path(name))
-            self._oracles[name] = model
-        return self._oracles[name]
-
-    def answer(self, name: str | None, prompt: list[int], max_tokens: int) -> list[int]:
-        """What is likeliest, token by token. Worked out once."""
-        key = name, tuple(prompt), max_tokens
-        if key not in self._answers:
-            self._answers[key] = greedy_of(self.oracle(name), prompt, max_tokens)
-        return self._answers[key]
-
-
-def with_peft(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, folder).double().eval()
-
-
-@torch.inference_mode()
-def greedy_of(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(max_tokens):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    def make_oracle(self, name: str | None) -> Oracle:
+        if name not in self.old:
+            return super().make_oracle(name)
+        oracle = Oracle(self.base)
+        self.old[name].merge(oracle.base, self.path(name))
+        return oracle
 
 
 _worlds: dict[Path, SparseWorld] = {}

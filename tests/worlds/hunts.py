@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from minivllm import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
@@ -30,7 +30,7 @@ from minivllm.lora.wrapping import from_layer
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from tests.tools.limits import TimeLimit
-from tests.worlds.small import CONFIG, SmallWorld
+from tests.worlds.small import MODULES, USUAL, SmallWorld, Tensors, write_adapter
 from tests.worlds.waiting import ends
 
 torch.set_num_threads(
@@ -51,18 +51,6 @@ __all__ = [
     "tokens_of",
 ]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two full blocks and a token
-LAYER = "model.layers.{}."
-# What an adapter may adapt: width in (K), width out (N).
-MODULES = {
-    "self_attn.q_proj": (32, 32),
-    "self_attn.k_proj": (32, 16),
-    "self_attn.v_proj": (32, 16),
-    "self_attn.o_proj": (32, 32),
-    "mlp.gate_proj": (32, 48),
-    "mlp.up_proj": (32, 48),
-    "mlp.down_proj": (48, 32),
-    "lm_head": (32, 61),
-}
 # Parts of fused modules: the module, and the first of its rows that is the part's.
 FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -71,8 +59,6 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 48),
 }
-USUAL = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-Tensors = dict[str, torch.Tensor]
 
 
 class HuntWorld(SmallWorld):
@@ -96,22 +82,10 @@ class HuntWorld(SmallWorld):
         change    of the tensors, by PEFT's names, before they are saved
         config    further fields of adapter_config.json, such as use_rslora=True
         """
-        generator = torch.Generator().manual_seed(adapter_id if seed is None else seed)
-        ranks = config.get("rank_pattern") or {}
-        tensors = {}
-        for name in names_of(modules):
-            width_in, width_out = next(sizes for end, sizes in MODULES.items() if name.endswith(end))
-            r = next((r for end, r in ranks.items() if name.endswith(end)), rank)
-            for side, shape in (("lora_A", (r, width_in)), ("lora_B", (width_out, r))):
-                weight = torch.randn(shape, generator=generator) * 0.5
-                tensors[f"base_model.model.{name}.{side}.weight"] = weight
         folder = self.folder / f"adapter{adapter_id}"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        save_file(change(tensors), folder / "adapter_model.safetensors")
-        targets = sorted({module.rpartition(".")[2] for module in modules})
-        fields = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, **config}
-        (folder / "adapter_config.json").write_text(json.dumps(fields))
+        seed = adapter_id if seed is None else seed
+        write_adapter(folder, seed, modules=modules, rank=rank, alpha=alpha, change=change, **config)
         return LoRARequest(folder.name, adapter_id, str(folder))
 
     def merged(self, lora: LoRARequest | None, **options: object) -> LLMEngine:
@@ -156,15 +130,6 @@ class HuntWorld(SmallWorld):
             engine.add_request(request_id, prompt, greedy(max_tokens, **params), lora_request=lora)
         outputs = run(engine)
         return [outputs[request_id] for request_id in ids]
-
-
-def names_of(modules: tuple[str, ...]) -> list[str]:
-    """In the model: those of every layer, and the head."""
-    layers = range(CONFIG["num_hidden_layers"])
-    inside = [module for module in modules if module != "lm_head"]
-    return [LAYER.format(i) + module for i in layers for module in inside] + ["lm_head"] * (
-        "lm_head" in modules
-    )
 
 
 def updates_of(folder: Path) -> Tensors:

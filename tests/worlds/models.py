@@ -163,9 +163,14 @@ class PagedRequests:
         return [torch.cat(piece) for piece in pieces]
 
 
-def save_base(folder: Path, variant: str = "llama-llama3-rope", dtype: torch.dtype = torch.float64) -> Path:
-    """A tiny random model as a Hugging Face folder."""
-    transformers_model(variant).to(dtype).save_pretrained(folder)
+def save_base(
+    folder: Path,
+    variant: str = "llama-llama3-rope",
+    dtype: torch.dtype = torch.float64,
+    **overrides: object,
+) -> Path:
+    """A tiny random model as a Hugging Face folder.   overrides: of its config"""
+    transformers_model(variant, **overrides).to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.oracles.peft import Oracle
 from tests.worlds.adapters import save_adapter
-from tests.worlds.engines import AdapterSet
+from tests.worlds.engines import TinyWorld
 from tests.worlds.models import SIZES, token_ids
 
 V, H = SIZES["vocab_size"], SIZES["hidden_size"]
@@ -39,7 +39,7 @@ def new_embeddings(name: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class TokenSet(AdapterSet):
+class TokenSet(TinyWorld):
     """A base model and the adapters above, in vLLM's form: `new_embeddings.safetensors` beside the weights."""
 
     def __init__(self, folder: Path, variant: str) -> None:

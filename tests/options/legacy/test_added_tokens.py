@@ -143,7 +143,7 @@ class TestTokens:
         assert tokens_of(outputs["old"]) == llama.answer("cats", [V + 1, 5], 6)
         # What was token V + 1 is token V now, and there is no other.
         first, *_ = tokens_of(outputs["new"])
-        logits = llama.oracle("cats").logits("cats", [[V + 1, 5]])[0, -1]
+        logits = llama.oracle_of("cats").logits("cats", [[V + 1, 5]])[0, -1]
         moved = torch.cat([logits[:V], logits[V + 1 :]])
         assert first == int(moved.argmax())
 
@@ -208,7 +208,7 @@ class TestSampling:
 
         for request_id, name, text, size in (("a", "dogs", prompt, V + 3), ("base", None, [5, 9], V)):
             tokens = tokens_of(outputs[request_id])
-            logits = world.oracle(name).logits(name, [text + tokens])[0, len(text) - 1 : -1]
+            logits = world.oracle_of(name).logits(name, [text + tokens])[0, len(text) - 1 : -1]
             expected = logits.log_softmax(dim=-1)
             for row, found in zip(expected, outputs[request_id].outputs[0].logprobs, strict=True):
                 assert sorted(found) == list(range(size))

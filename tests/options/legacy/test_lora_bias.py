@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
-from tests.worlds.engines import AdapterSet, assert_logits, greedy, run, snapshot, watch_logits
+from tests.worlds.engines import TinyWorld, assert_logits, greedy, run, snapshot, watch_logits
 
 ADAPTERS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -49,7 +49,7 @@ _sets = {}
 
 def made(variant, tmp_path_factory):
     if variant not in _sets:
-        _sets[variant] = AdapterSet(tmp_path_factory.mktemp("biases"), variant, VARIANTS[variant])
+        _sets[variant] = TinyWorld(tmp_path_factory.mktemp("biases"), variant, VARIANTS[variant])
         leave_out_a_bias(_sets[variant])
     return _sets[variant]
 
@@ -237,7 +237,7 @@ def test_a_bias_on_the_output_embedding_is_refused(llama, tmp_path):
 
 def test_a_bias_on_an_expert_is_refused(tmp_path):
     """It would have to be added once for each expert that a token runs, as weighted as its output."""
-    world = AdapterSet(tmp_path, "mixtral", {"attention": {"target_modules": ["q_proj"], "lora_bias": True}})
+    world = TinyWorld(tmp_path, "mixtral", {"attention": {"target_modules": ["q_proj"], "lora_bias": True}})
     expert = "base_model.model.model.layers.1.block_sparse_moe.experts.2.w1"
     edit(
         world.path("attention"),
