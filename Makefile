@@ -5,13 +5,14 @@ SETUP := .venv/.setup-done
 RAY := .venv/.ray-done
 FRAMEWORKS := .venv/.frameworks-done
 
-.PHONY: help setup demo test serve serve-ray nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks recordings clean
+.PHONY: help setup demo test test-random serve serve-ray nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks recordings clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
 	@echo "make serve   the demo model and its four adapters behind an OpenAI API, at http://127.0.0.1:8000/v1"
 	@echo "make serve-ray  the same with two engines behind one server, by Ray Serve (docs/deploy.md); installs Ray"
 	@echo "make test    run the tests: at most 8 minutes on two cores"
+	@echo "make test-random  the same in random order (ORDER=<seed> repeats one)"
 	@echo "make nightly  run what make test leaves out, because it is slow and rare: at most an hour"
 	@echo "make lint    ruff, check and format"
 	@echo "make soak    10,000 random operations against a model of the engine (N=... for more, SEED=...)"
@@ -57,10 +58,14 @@ serve-ray: $(RAY)
 	$(BIN)/python -m deploy.fleet
 
 # Else each process that a test starts compiles the engine anew, where the environment forbids to keep what is compiled.
-test nightly-tests: export PYTHONDONTWRITEBYTECODE =
+test test-random nightly-tests: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
+
+# The same in another order of files and of the tests in them; ORDER=<seed> repeats one.
+test-random: setup
+	$(BIN)/python -m pytest -p randomly --randomly-seed=$(or $(ORDER),default) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 
 # What `make test` leaves out, and the random searches at length. Both together are all there is. What fails keeps
 # nothing else from running. Searches have other seeds every night, so each may be short.
