@@ -143,9 +143,8 @@ def ranks_of(text: str) -> list[int]:
 
 
 def cost_of(given: dict[str, Any]) -> CostModel:
-    """What the options name, or what the package brings: pages have other kernels than slots."""
-    brought = "h100-llama-8b" if given["max_loras"] is None else "h100-llama-8b-slots"
-    return load_cost(given["cost"] or brought)
+    """What the options name, or what the package brings."""
+    return load_cost(given["cost"] or "h100-llama-8b")
 
 
 def load_cost(name: str) -> CostModel:

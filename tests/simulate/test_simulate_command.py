@@ -164,14 +164,12 @@ def test_a_fit_says_the_mean_of_what_was_measured():
     assert found["steps"] == pytest.approx(np.mean([one.seconds for one in measured]), rel=1e-3)
 
 
-COSTS = Path(simulate_cli.__file__).parents[1] / "simulate" / "costs"
-BROUGHT = [COSTS / "h100-llama-8b.json", COSTS / "h100-llama-8b-slots.json"]
+BROUGHT = Path(simulate_cli.__file__).parents[1] / "simulate" / "costs" / "h100-llama-8b.json"
 
 
-@pytest.mark.parametrize("brought", BROUGHT, ids=["pages", "slots"])
-def test_no_step_of_more_prompt_tokens_costs_much_less(brought):
+def test_no_step_of_more_prompt_tokens_costs_much_less():
     """From 193 tokens on: with adapters in pages, a graph of 192 tokens takes longer than one of 224."""
-    cost = CostModel.load(brought)
+    cost = CostModel.load(BROUGHT)
 
     for lora in (0, 1):
         steps = [
@@ -193,9 +191,8 @@ def test_a_step_in_a_graph_that_is_gone_is_not_fitted_to():
     assert {n for n in of_today - gone if 256 < n <= 512} <= of_before
 
 
-@pytest.mark.parametrize("brought", BROUGHT, ids=["pages", "slots"])
-def test_the_package_brings_what_the_results_say(brought, tmp_path):
-    kept = CostModel.load(brought)
+def test_the_package_brings_what_the_results_say(tmp_path):
+    kept = CostModel.load(BROUGHT)
     results = [RESULTS / f"{name}.json" for name in re.findall(r"(\S+) \(NVIDIA H100", kept.source)]
     out = tmp_path / "cost.json"
 
