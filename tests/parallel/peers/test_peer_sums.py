@@ -234,4 +234,4 @@ class TestProcesses:
 
         assert last == 9
         for code, found in left:
-            assert code == 0 and found["is_on"] and 0.4 < found["seconds"] < 50
+            assert code == 0 and found["is_on"] and found["seconds"] > 0.4
