@@ -69,10 +69,22 @@ INNER = {
 TESTS: dict[str, tuple[str, ...]] = {
     # It names what of observe runs for a plain adapter.
     "observe": ("tests/engine/test_plain_life::test_it_enters_nothing_around_the_core_but_what_is_named",),
+    # They ask for its backends by name, or plan the memory of a GPU's slots.
+    "gpu": (
+        "tests/gpu/",
+        "tests/commands/test_tiny_demo::",
+        "tests/options/test_embedding_lora::test_every_backend_gives_them[",
+        "tests/worker/test_prompt_logprobs::test_23_of_an_adapter_on_lm_head_are_its_own_on_every_backend[",
+        "tests/test_economics::test_a_plan_without_room_says_what_takes_it[",
+    ),
 }
-# Those that look at all folders, so that each extension has something in them: the map of vLLM's names, and the course,
-# which has exercises in most folders and grades them by tests that import others.
-OF_ALL = ("tests/phases/test_map::", "tests/kit/")
+# Those that look at all folders, so that each extension has something in them: the map of vLLM's names, links of
+# chapters, the list of extensions, and the course, which has exercises and hunts in most folders and grades them by
+# tests that import others.
+OF_ALL = (
+    *("tests/phases/test_map::", "tests/phases/test_chapters::", "tests/test_take_away::"),
+    *("tests/kit/", "tests/phase_08/test_hunts::"),
+)
 
 # What a test that needs the extension fails with: its import, or the answer to an option that needs it.
 MISSED = r"No module named 'minivllm\.{0}\b|minivllm\.{0}, which is not there"
