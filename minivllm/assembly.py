@@ -15,6 +15,7 @@ from minivllm.alora import ALORA
 from minivllm.config import EngineConfig
 from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler
+from minivllm.dora import DORA
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
@@ -39,6 +40,7 @@ from minivllm.worker.model_runner import ModelRunner
 EXTENSIONS: tuple[Extension, ...] = (
     OPTIONS,
     ALORA,
+    DORA,
     SOURCES,
     POLICIES,
     GPU,

@@ -225,6 +225,7 @@ def serve(
 @takes_engine_options(
     "max_lora_rank",
     "bias_enabled",
+    "enable_dora",
     "refuse_pickles",
     "lora_extra_vocab_size",
     "long_lora_scaling_factors",

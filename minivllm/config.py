@@ -63,6 +63,7 @@ class LoRAConfig:
                     over pages of a few ranks), "invariant" (paged, for `batch_invariant`). "auto" = grouped on a CPU,
                     paged on CUDA, but triton where processes share out both A and B
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
+    enable_dora     serve adapters with PEFT's `use_dora`, which need N elements of every slot and linear
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each >= 1, that adapters for longer contexts may have; 1 is every
                     adapter's anyway and is left out, also in the form {"factor": 1.0, ...} that documents show
@@ -78,6 +79,7 @@ class LoRAConfig:
     fully_sharded_loras: bool = False
     punica_backend: str = "auto"
     bias_enabled: bool = False
+    enable_dora: bool = False
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
     enable_lora_bias: bool = False
@@ -111,7 +113,13 @@ class LoRAConfig:
         require_one_of(EVICTION_POLICIES, eviction_policy=self.eviction_policy)
         require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
         require_at_most(LARGEST_EXTRA_VOCAB, lora_extra_vocab_size=self.lora_extra_vocab_size)
-        for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias", "refuse_pickles"):
+        for name in (
+            "fully_sharded_loras",
+            "bias_enabled",
+            "enable_lora_bias",
+            "enable_dora",
+            "refuse_pickles",
+        ):
             require_bool(**{name: getattr(self, name)})
         object.__setattr__(self, "bias_enabled", self.bias_enabled or self.enable_lora_bias)
         if self.long_lora_scaling_factors is not None:

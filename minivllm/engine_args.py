@@ -61,6 +61,7 @@ class EngineArgs:
     warm_up: bool = True
     threads: int | None = EngineConfig.threads
     enable_lora_bias: bool = LoRAConfig.enable_lora_bias
+    enable_dora: bool = LoRAConfig.enable_dora
     refuse_pickles: bool = LoRAConfig.refuse_pickles
     async_scheduling: bool = SchedulerConfig.async_scheduling
     eviction_policy: str = LoRAConfig.eviction_policy

@@ -90,7 +90,15 @@ class LoRAModel:
         and `to_weights`. vLLM: the same name.
         """
         pairs = pair_up(tensors, peft_helper, model_vocab_size, weights_mapper, skip_prefixes)
+        kept: dict[str, dict[str, torch.Tensor]] = {}
+        for option in peft_helper.extensions.options:
+            for kind in option.kept_beside if peft_helper.config.get(option.config_field) else ():
+                for (module, _), pair in pairs.items():
+                    if pair.keys() >= {"lora_A", "lora_B", kind}:
+                        kept.setdefault(module, {})[kind] = pair.pop(kind)
         loras = to_weights(pairs, peft_helper, device, dtype)
+        for module, beside in kept.items():
+            loras[module].beside |= beside
         model = cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
         model.beside = dict(peft_helper.beside)
         return model

@@ -53,7 +53,7 @@ class ActivatedLoRA(AdapterOption):
 class InvocableModel(WrappedOption):
     """A wrapped model, as aLoRA adapters find it.
 
-    input_embeddings   last parts of the names of its input embeddings
+    heads   last parts of the names of its output embeddings
     """
 
     def __init__(self, wrapped: WrappedModules, embedding_modules: dict[str, str], model: nn.Module) -> None:
@@ -61,10 +61,10 @@ class InvocableModel(WrappedOption):
         self.heads = {name for name, kind in embedding_modules.items() if kind == "output_embeddings"}
 
     def judge(self, lora: LoRAModel, found: Found) -> None:
-        """ValueError for tokens that the model does not have, and for what only linears have been made to wait with.
+        """ValueError for tokens that the model does not have, and for adapters that are on more than linears.
 
-        PEFT knows aLoRA on linears alone, the head's among them. Added tokens and longer contexts change what rows of
-        the base model are.
+        PEFT knows aLoRA on linears alone, the head among them. An adapter that adds tokens, or has a longer context,
+        needs these in rows of the base model, too.
         """
         if (tokens := lora.beside.get(INVOCATION)) is None:
             return

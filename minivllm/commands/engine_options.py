@@ -44,6 +44,7 @@ ROWS = (
         "--fully-sharded-loras",
     ),
     row("bias_enabled", bool, "Serve adapters with a bias on B (PEFT's lora_bias).", "--enable-lora-bias"),
+    row("enable_dora", bool, "Serve DoRA adapters (PEFT's use_dora).", "--enable-dora"),
     row("refuse_pickles", bool, "Serve no adapter whose weights are a .bin or .pt file.", "--refuse-pickles"),
     row("lora_extra_vocab_size", int, "The most tokens that an adapter may add.", shown=0),
     row(

@@ -53,6 +53,7 @@ class AdapterOption:
     config_field  the field of adapter_config.json that says whether an adapter has it; None: none does
     tensor_marks  parts of tensors' names: `read_tensor` reads a tensor whose name has one of them
     files         names of the one file that it adds to an adapter's folder, the preferred one first
+    kept_beside   kinds of what it reads beside B that stay as the file has them, neither converted nor scaled
     wrappers      classes of wrapped layers that are no linears: see `minivllm.options.option_layer`
     part_names    last part of a module's name -> further names that trainers have for parts of it
     """
@@ -60,6 +61,7 @@ class AdapterOption:
     config_field: str | None = None
     tensor_marks: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    kept_beside: tuple[str, ...] = ()
     wrappers: tuple[type, ...] = ()
     part_names: Mapping[str, tuple[str, ...]] = {}
 
@@ -80,7 +82,7 @@ class AdapterOption:
     ) -> tuple[str, str | None, torch.Tensor]:
         """What a tensor is, as `lora_model.read_tensor` says it. ValueError for one that is not supported.
 
-        What goes beside A and B is scaled as B is, and slots hold zeros where an adapter has none.
+        What goes beside A and B is scaled as B is, but for `kept_beside`. Slots hold zeros where an adapter has none.
         """
         return name, None, tensor
 

@@ -171,7 +171,8 @@ class PEFTHelper:
             problems.append(f"peft_type {peft_type!r} is not supported, only LORA.")
         if saved := config.get("modules_to_save"):
             problems.append(f"The engine only supports modules_to_save being None, got {saved!r}.")
-        if config.get("use_dora"):
+        of_options = {option.config_field for option in self.extensions.options}
+        if config.get("use_dora") and "use_dora" not in of_options:
             problems.append("The engine does not yet support DoRA; train without use_dora.")
         if (bias := config.get("bias", "none")) != "none":
             problems.append(

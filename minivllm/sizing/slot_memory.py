@@ -77,8 +77,9 @@ class SlotMemory:
               for linears and experts that are "paged". Processes that share the model have their parts: of
               column-parallel linears a share of N, of row-parallel ones and of experts' w2 of K, of the ends of V.
               With `fully_sharded_loras` of R for the first's A, of N for the others' B
-    beside    what adapters may have beside A and B. `bias_enabled`: S * N for every part of a linear.
-              `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in `a_and_b`
+    beside    what adapters may have beside A and B. `bias_enabled`, `enable_dora`: each S * N for every part of a
+              linear. `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in
+              `a_and_b`
     layout    more that a backend takes for its way to lay slots out. Fully sharded, an A of R' rows has R' * R'
               more for each slot
     staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot, and 24

@@ -41,6 +41,7 @@ FLAGS = [
     "fully_sharded_loras",
     "bias_enabled",
     "enable_lora_bias",
+    "enable_dora",
     "enable_prefix_caching",
     "warm_up",
 ]

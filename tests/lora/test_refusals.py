@@ -79,7 +79,7 @@ def assert_refused(world, engine, folder, *reasons):
 
 # Options of PEFT's LoraConfig -> what is said of what it saves.
 TRAINED = {
-    "DoRA": ({"use_dora": True}, ["does not yet support DoRA", "train without use_dora"]),
+    "DoRA": ({"use_dora": True}, ["DoRA (use_dora)", "--enable-dora"]),
     "modules to save": ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "['lm_head']"]),
     "trained tokens": ({"trainable_token_indices": [1, 2]}, ["trainable_token_indices"]),
     "bias all": ({"bias": "all"}, ["bias 'all'", "train with bias='none'"]),

@@ -17,6 +17,7 @@ OPTIONS = {
     "no-embeddings": {"target_modules": ["q_proj", "o_proj", "gate_up_proj", "down_proj"]},
     "two-modules": {"target_modules": ["model.layers.1.self_attn.v_proj", "embed_tokens"]},
     "biases": {"bias_enabled": True},
+    "scales of DoRA": {"enable_dora": True},
     "added-tokens": {"lora_extra_vocab_size": 5},
     "longer-contexts": {"long_lora_scaling_factors": (2.3, 4)},
     "all-at-once": {

@@ -42,6 +42,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "parallel.peers": (),
     "ahead": (),
     "alora": (),
+    "dora": (),
     "observe": ("serving", "server", "simulate", "commands"),
     "sizing": ("economics",),
     # The simulator reads adapters by the same policy, on its own clock.
