@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -214,7 +215,7 @@ class TestCtrlC:
         for [output] in others.join().values():
             assert tokens_of(output) == world.oracle().greedy("qv", PROMPT, LONG)
 
-    def test_after_any_time_leaves_nothing_and_the_next_answers_are_right(self, world, llm):
+    def test_at_any_step_leaves_nothing_and_the_next_answers_are_right(self, world, llm, monkeypatch):
         names = [None, *world.names]
         prompts = [{"prompt_token_ids": [*PROMPT, i]} for i in range(5)]
         expected = [world.oracle().greedy(name, [*PROMPT, i], 30) for i, name in enumerate(names)]
@@ -223,21 +224,17 @@ class TestCtrlC:
             loras = [world.request(name) for name in names]
             return llm.generate(prompts, greedy(30), use_tqdm=False, lora_request=loras)
 
-        call()
-        interrupted = 0
-        for number in range(16):
-            timer = threading.Timer(0.01 * number, os.kill, (os.getpid(), signal.SIGINT))
-            try:
-                timer.start()
+        for step in (0, 1, 2, 3, 5, 9, 17, 29):
+            left = itertools.count(step, -1)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                before_steps(
+                    patch, llm, lambda rows, left=left: next(left) or os.kill(os.getpid(), signal.SIGINT)
+                )
                 call()
-                timer.join()
-            except KeyboardInterrupt:
-                interrupted += 1
             assert not llm.llm_engine.has_unfinished_requests()
             assert [tokens_of(output) for output in call()] == expected
             check_engine(llm.llm_engine, [])
             check_slot_contents(llm.llm_engine)
-        assert interrupted > 3
 
     def test_while_the_model_is_loaded_leaves_no_thread_behind(self, world, monkeypatch):
         from minivllm import LLM, LLMEngine
@@ -317,7 +314,7 @@ class TestAnEngineThatEnded:
 class TestTheEnd:
     def test_of_an_llm_is_that_of_its_thread_and_its_engine(self, world):
         before = threading.active_count()
-        for _ in range(20):
+        for _ in range(3):
             llm = world.llm()
             ask(llm, length=2)
             engine = weakref.ref(llm.llm_engine)

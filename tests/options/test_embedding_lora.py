@@ -5,7 +5,7 @@ those of transformers + PEFT for it alone.
 import pytest
 import torch
 
-from tests.worlds.engines import TinyWorld, greedy
+from tests.worlds.engines import TinyWorld, crossed, greedy
 
 TARGETS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -57,8 +57,9 @@ def made(variant, tmp_path_factory):
     return _sets[variant]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world, setting):
+@pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
+def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, variant, setting):
+    world = made(variant, tmp_path_factory)
     engine = world.engine(**{"max_cpu_loras": 6, **SETTINGS[setting]})
 
     world.assert_serves(engine, world.workload())

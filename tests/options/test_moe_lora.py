@@ -17,7 +17,7 @@ from tests.oracles.peft import Oracle
 from tests.tools.device import DEVICE
 from tests.tools.watching import Products
 from tests.worlds.adapters import save_adapter
-from tests.worlds.engines import greedy, run, snapshot, tokens_of
+from tests.worlds.engines import crossed, greedy, run, snapshot, tokens_of
 from tests.worlds.experts import (
     DOWN,
     GATE_UP,
@@ -82,8 +82,9 @@ def assert_answers(world, pairs, engine):
 
 
 class TestTokens:
-    @pytest.mark.parametrize("setting", SETTINGS)
-    def test_of_a_mixed_batch_are_those_of_each_request_alone(self, world, setting):
+    @pytest.mark.parametrize(("variant", "setting"), crossed([MIXTRAL, QWEN], SETTINGS))
+    def test_of_a_mixed_batch_are_those_of_each_request_alone(self, tmp_path_factory, variant, setting):
+        world = sparse_world(tmp_path_factory, variant)
         assert_answers(world, workload(world, seed=0), world.engine(**SETTINGS[setting]))
 
     def test_differ_from_the_base_models_with_every_adapter(self, world):

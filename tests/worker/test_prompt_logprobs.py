@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivllm import SamplingParams
-from tests.worlds.engines import TinyWorld, greedy, run, tokens_of
+from tests.worlds.engines import TinyWorld, crossed, greedy, run, tokens_of
 from tests.worlds.models import character_tokenizer, token_ids
 from tests.worlds.tokens import COUNTS, TokenSet, V
 
@@ -15,6 +15,7 @@ ADAPTERS = {
 }
 # Backend -> how far off logprobs may be: kernels compute in float32 whatever the dtype.
 BACKENDS = {"loops": 1e-9, "grouped": 1e-9, "triton": 1e-4, "paged": 1e-4}
+VARIANTS = ["llama-llama3-rope", "qwen2-tied"]
 SETTINGS = {
     "at once": {},
     "in chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 4},
@@ -23,11 +24,6 @@ SETTINGS = {
     "few blocks": {"num_kv_blocks": 14, "max_num_batched_tokens": 24},
 }
 _sets = {}
-
-
-@pytest.fixture(params=["llama-llama3-rope", "qwen2-tied"])
-def world(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory)
 
 
 @pytest.fixture
@@ -55,8 +51,9 @@ def assert_logprobs(output, world, name, wanted, tolerance=1e-9):
             assert logprob.rank == 1 + int((row > row[other] + tolerance).sum())
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_are_those_of_each_request_alone(world, setting):
+@pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
+def test_are_those_of_each_request_alone(tmp_path_factory, variant, setting):
+    world = made(variant, tmp_path_factory)
     engine = world.engine(**{"max_loras": 4, **SETTINGS[setting]})
     pairs = world.workload(rows=2)
     for number, (name, prompt) in enumerate(pairs):

@@ -1,7 +1,7 @@
 """Engines on tiny models, the adapters they serve, and loops around them."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -193,3 +193,12 @@ def assert_logits(ours: torch.Tensor, expected: torch.Tensor, tolerance: float, 
     assert torch.equal(ours == -torch.inf, impossible), f"{what}: other tokens are impossible"
     off = (ours - expected).masked_fill(impossible, 0).abs().max()
     assert off <= tolerance * expected[~impossible].abs().max(), f"{what}: off by {off}"
+
+
+def crossed(variants: Iterable[str], settings: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of a kind of model and a setting of the engine: the first kind in all settings, the others in the last two.
+
+    What a model is and how little room an engine has are nothing to each other, so not every pair says something new.
+    """
+    (first, *others), settings = variants, [*settings]
+    return [(first, s) for s in settings] + [(variant, s) for variant in others for s in settings[-2:]]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
-from tests.worlds.engines import OPTIONS, greedy, run, snapshot, tokens_of
+from tests.worlds.engines import OPTIONS, crossed, greedy, run, snapshot, tokens_of
 from tests.worlds.models import character_tokenizer
 from tests.worlds.tokens import COUNTS, H, TokenSet, V, with_new
 
@@ -66,8 +66,11 @@ def edit(folder, **changes):
 
 
 class TestTokens:
-    @pytest.mark.parametrize("setting", SETTINGS)
-    def test_are_those_of_each_request_alone_on_a_model_that_had_them_from_the_start(self, world, setting):
+    @pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
+    def test_are_those_of_each_request_alone_on_a_model_that_had_them_from_the_start(
+        self, tmp_path_factory, variant, setting
+    ):
+        world = made(variant, tmp_path_factory)
         engine = make_engine(world, **SETTINGS[setting])
 
         world.assert_serves(engine, world.workload())

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
-from tests.worlds.engines import TinyWorld, assert_logits, greedy, run, snapshot, watch_logits
+from tests.worlds.engines import TinyWorld, assert_logits, crossed, greedy, run, snapshot, watch_logits
 
 ADAPTERS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -86,8 +86,9 @@ def edit(folder, **changes):
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world, setting):
+@pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
+def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, variant, setting):
+    world = made(variant, tmp_path_factory)
     engine = world.engine(bias_enabled=True, **SETTINGS[setting])
 
     world.assert_serves(engine, world.workload())
