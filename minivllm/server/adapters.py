@@ -99,7 +99,10 @@ def changeable(call: Call) -> Server:
     """The server. ApiError 403 if it does not allow changes of adapters, or this key does not."""
     call.holder.check_manages()
     if not call.server.settings.allow_runtime_lora:
-        raise ApiError(403, "adapters cannot be changed; start the server with --allow-runtime-lora")
+        raise ApiError(
+            403,
+            "adapters cannot be changed; start the server with --allow-runtime-lora and --lora-root FOLDER",
+        )
     if call.server.llm.config.lora_config is None:
         raise ApiError(400, "LoRA is off; start the server with adapters")
     return call.server
