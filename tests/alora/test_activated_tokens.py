@@ -5,7 +5,7 @@ import random
 import pytest
 from activated_world import activated_world, serve
 
-VARIANTS = ["llama-llama3-rope", "mistral-one-kv-head", "qwen2-tied", "phi3-fused"]
+VARIANTS = ["llama-llama3-rope", "mistral-one-kv-head", "qwen2-tied", "qwen3-wide-heads"]
 SETTINGS = {
     "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
     "one slot": {"max_loras": 1, "max_cpu_loras": 1},
