@@ -79,13 +79,6 @@ def _check_registry(engine: LLMEngine) -> None:
             assert engine.scheduler.why_wait(request), "it may run before its reload"
 
 
-def check_running_fit_the_slots(engine: LLMEngine) -> None:
-    """Holds while a step is computed: every running or pinned adapter has a slot."""
-    manager = engine.adapters.manager
-    needed = {request.adapter_id for request in engine.scheduler.running} - {0} | engine.adapters.pinned
-    assert needed <= set(manager.lora_index_to_id), (needed, manager.lora_index_to_id)
-
-
 def check_slot_contents(engine: LLMEngine) -> None:
     """Every slot holds, to the bit, what memory holds of the adapter that the table names."""
     manager = engine.adapters.manager
