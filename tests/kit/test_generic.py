@@ -100,7 +100,7 @@ WRONG = {
         (
             "    manager.activate_adapter(adapter_id)\n",
             "    with __import__('contextlib').suppress(RuntimeError):\n"
-            "                manager.activate_adapter(adapter_id)\n",
+            "                    manager.activate_adapter(adapter_id)\n",
         ),
         FAULTS,
         "add_adapter: an error in activate_adapter does not come out, add_adapter returns True",

@@ -25,7 +25,18 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 # Options that stand alone and are another program's.
-OF_OTHERS = {"--index-url": "pip", "--ip": "Jupyter", "--enable-lora": "vLLM"}
+OF_OTHERS = {
+    "--index-url": "pip",
+    "--ip": "Jupyter",
+    "--build-arg": "docker",
+    **dict.fromkeys(
+        [
+            *("--enable-lora", "--allowed-origins", "--enable-auto-tool-choice", "--reasoning-parser"),
+            *("--root-path", "--ssl-keyfile", "--task"),
+        ],
+        "vLLM",
+    ),
+}
 ENDS_A_COMMAND = re.compile(r" [|#] |[;&`)\"]| \.\.\.")
 
 

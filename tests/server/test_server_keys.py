@@ -107,6 +107,7 @@ ROUTES = {
     ("POST", "/tokenize"): (200, {"model": "qv", "prompt": "x"}),
     ("POST", "/detokenize"): (200, {"model": "qv", "tokens": [5]}),
     ("GET", "/health"): (200, None),
+    ("GET", "/ping"): (200, None),
     ("GET", "/version"): (200, None),
     ("GET", "/metrics"): (403, None),
     ("GET", "/"): (200, None),
