@@ -241,6 +241,8 @@ def test_what_waits_says_so_and_may_be_clicked_while_answers_come(tab, server):
     """A browser has six connections to a server: four answers and the steps leave one."""
     models = tab.page.evaluate("live.models.length")
     assert models >= 4
+    # The engine tells of its adapters, and is held up below.
+    tab.page.locator("#adapters tr", has_text="patterns").wait_for()
     with held_up(server):
         tab.page.keyboard.press("Tab")
         tab.page.focus("textarea")
