@@ -25,11 +25,11 @@ from minivllm.lora.layers.linear import (
     RowParallelLinearWithLoRA,
 )
 from minivllm.lora.slots import Slots
-from minivllm.options.halved_slots import halve_linear
+from minivllm.options.two_step_slots import two_step_linear
 
 
 class _FullySharded(LinearArithmetic):
-    """Of a linear with `HalvedSlots`, where processes share it; alone, one has all, and this is the plain one."""
+    """Of a linear with `TwoStepSlots`, where processes share it; alone, one has all, and this is the plain one."""
 
     @classmethod
     def is_for(cls, lora_config: LoRAConfig, layer: LinearBase) -> bool:
@@ -40,7 +40,7 @@ class _FullySharded(LinearArithmetic):
         if self.tp.size == 1:
             return super().place(slots, share, backend)
         self.backend = backend
-        self.slots, self.share = halve_linear(slots, share, backend, self.tp)
+        self.slots, self.share = two_step_linear(slots, share, backend, self.tp)
         return self.slots, self.share
 
     # region lab 11.2: the gather of fully sharded
@@ -54,7 +54,7 @@ class _FullySharded(LinearArithmetic):
     # endregion
 
     def forward_deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """Of several ranks all is added here, because no kernel expands halves of slots as it reads y."""
+        """Of several ranks all is added here, because no kernel that reads y can wait for the others."""
         return self.forward(x) if self.tp.size > 1 else super().forward_deferred(x)
 
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:

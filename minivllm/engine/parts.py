@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from minivllm.config import EngineConfig
@@ -52,16 +53,16 @@ def scheduler_options(
         options["adapter_identity"] = lambda adapter_id: identity_of(worker, adapter_id)
         options["can_prefetch"] = runner.can_prefetch_lora
     if adapters is not None:
-        options["why_wait"] = lambda request: why_wait(adapters, request)
+        options["why_wait"] = partial(_why_wait, adapters)
         options["pinned_adapters"] = adapters.pinned
     return options
 
 
-def why_wait(adapters: AdapterRegistry, request: Request) -> str | None:
-    """None, or why a waiting request may not be admitted yet: its adapter is to be read again, or is being read."""
+def _why_wait(adapters: AdapterRegistry, request: Request) -> str | None:
+    """`why_wait` of a `Scheduler`: a request waits while its adapter is to be reloaded, or is being read."""
     if request.lora_request is None:
         return None
-    return adapters.why_wait(request) or adapters.worker.source.why_wait(request.lora_request)
+    return adapters.why_wait(request) or adapters.worker.source.read_ahead(request.lora_request)
 
 
 def identity_of(worker: LRUCacheWorkerLoRAManager, adapter_id: int) -> int | None:

@@ -23,11 +23,11 @@ def add_to(parts: Parts) -> None:
         if on_gpu:
             parts.manager["make_slot_writer"] = parts.lora.make_slot_writer
         if lora_config.backend_on(config.device) in PAGED_BACKENDS:
+            from minivllm.gpu.pages.kv_and_pages import KVAndPagesMemory
             from minivllm.gpu.pages.manager import ElasticModelManager
-            from minivllm.gpu.pages.shared_memory import SharedMemory
 
             parts.manager_class, parts.make_scheduler = ElasticModelManager, make_scheduler
-            parts.runner["memory"] = SharedMemory(parts.runner.get("memory", KVMemory()))
+            parts.runner["memory"] = KVAndPagesMemory(parts.runner.get("memory", KVMemory()))
     if config.model_config.batch_invariant:
         from minivllm.gpu.kernels.invariant_linear import invariant_linear
         from minivllm.gpu.paged_attention import build_paged_attention
@@ -69,11 +69,8 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
 
 
 def make_scheduler(runner: ModelRunner, *arguments: Any, **options: Any) -> Scheduler:
-    """The scheduler of a runner whose adapters lie in pages; the plain one if no layer's do."""
-    blocks_a_page = getattr(runner.memory_plan, "blocks_a_page", 0)
-    if not blocks_a_page:
-        return Scheduler(*arguments, **options)
-    from minivllm.gpu.pages.scheduler import ElasticScheduler
+    """`make_scheduler` of `Parts`, for adapters in pages."""
+    from minivllm.gpu.pages.scheduler import scheduler_for_pages
 
-    manager = runner.worker_manager.manager
-    return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)
+    blocks_a_page = getattr(runner.memory_plan, "blocks_a_page", 0)
+    return scheduler_for_pages(runner.worker_manager.manager, blocks_a_page, *arguments, **options)

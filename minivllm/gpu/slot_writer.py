@@ -179,7 +179,9 @@ def _written(module: BaseLayerWithLoRA, slot: int, weights: LayerWeights | None)
     parts = [None] * module.n_slices if weights is None else weights.parts
     for live, part in zip(slots.live_ranks, parts):
         live[slot] = 0 if part is None else part.lora_a.shape[-2]
-    for live, part in zip(getattr(slots, "live_ranks_of_b", ()), parts):  # of halves, a process has more of B
+    for live, part in zip(
+        getattr(slots, "live_ranks_of_b", ()), parts
+    ):  # of two steps: a process has more of B
         live[slot] = 0 if part is None else part.lora_b.shape[-1]
     slots.changed(slot)
 

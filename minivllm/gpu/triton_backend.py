@@ -88,11 +88,12 @@ class TritonBackend(Backend):
     def expand(self, y: torch.Tensor, h: torch.Tensor, slots: TritonSlots, rows: TileList) -> None:
         expand(h[None, None], slots.flat_b, y, rows)
 
-    def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> Slots:
+    def two_step(self, slots: Slots, tp: Ranks, sharded: slice) -> Slots:
         """Slots whose A and B are used apart: one launch for all slices' h, and one for what is made of it."""
-        from minivllm.gpu.triton_halves import TritonHalves  # an option of minivllm.options asks for it
+        # An option of minivllm.options asks for it.
+        from minivllm.gpu.triton_two_step_slots import TritonTwoStepSlots
 
-        return TritonHalves(slots, self, tp)
+        return TritonTwoStepSlots(slots, self, tp)
 
     def token_rows(self, tokens: int) -> TileList:
         return self.token_meta.meta_args(tokens)

@@ -20,8 +20,8 @@ class Backend(ABC):
     """Adds to each row of a step what its own adapter gives. T tokens, P sampled rows; other letters as in `Slots`.
 
     A backend writes `add` and `expand`. All else works as it is, and may be replaced by something quicker. It knows no
-    layer: a layer hands over its slots, and its base linear. Scaling is in B already. One that lays A and B out apart
-    may have `halve`, too (options/halved_slots.py looks for it).
+    layer: a layer hands over its slots, and its base linear. Scaling is in B already. One with kernels
+    for shrink and expand apart may have `two_step`, too (options/two_step_slots.py looks for it).
 
     token_lora_indices  (T,) int64 slot of each token, -1 = base
     sampler_indices     (P,) int64 slot of each sampled row, -1 = base

@@ -97,8 +97,12 @@ class AdapterSource:
         is_same = folder == path and not lora_request.load_inplace
         return lora_request if is_same else replace(lora_request, lora_path=folder, load_inplace=False)
 
-    def why_wait(self, lora_request: LoRARequest) -> str | None:
-        """Why a waiting request may not be admitted yet; None where its step may read the adapter, as here."""
+    def read_ahead(self, lora_request: LoRARequest) -> str | None:
+        """Begin to read the adapter of a waiting request, in a source that can read beside steps.
+
+        Returns why the request has to wait for it; None where the adapter is there, or is read by the step that admits
+        the request, as here.
+        """
         return None
 
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:

@@ -96,7 +96,7 @@ class AdapterState(Enum):
 def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
     """KeyError for an id that no adapter has."""
     adapter, manager = adapters.adapters[adapter_id], adapters.manager
-    told = {
+    states = {
         AdapterState.LOADING: adapter_id in adapters.worker.source.loading,
         AdapterState.IN_MEMORY: adapter_id in manager.list_adapters(),
         AdapterState.IN_A_SLOT: adapter_id in manager.list_active_adapters(),
@@ -104,7 +104,7 @@ def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
         AdapterState.RELOADING: adapter.reloads,
         AdapterState.LEAVING: adapter.leaving,
     }
-    return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
+    return next((state for state in reversed(states) if states[state]), AdapterState.KNOWN)
 
 
 def system_info() -> dict[str, object]:

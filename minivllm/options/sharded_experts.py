@@ -15,7 +15,7 @@ from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import PackedLoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.options.experts_arithmetic import W13, ExpertsArithmetic
-from minivllm.options.halved_slots import HalvedSlots, halve
+from minivllm.options.two_step_slots import TwoStepSlots, two_step
 
 
 class ShardedExperts(ExpertsArithmetic):
@@ -31,21 +31,21 @@ class ShardedExperts(ExpertsArithmetic):
         a[W13] = [whole[:, :, :own].clone() for whole in a[W13]]
         return Slots(a, slots.b)
 
-    def place(self, slots: Slots, backend: Backend) -> HalvedSlots:
+    def place(self, slots: Slots, backend: Backend) -> TwoStepSlots:
         self.backend = backend
-        return halve(slots, backend, self.tp, W13)
+        return two_step(slots, backend, self.tp, W13)
 
-    def own(self, packed: PackedLoRALayerWeights, slots: HalvedSlots) -> PackedLoRALayerWeights:
+    def own(self, packed: PackedLoRALayerWeights, slots: TwoStepSlots) -> PackedLoRALayerWeights:
         """Ranks are cut last: only packed experts have as many each."""
         for part in filter(None, packed.parts[W13]):
-            part.lora_a = part.lora_a[:, slots.deal.of(part.lora_a.shape[1])]
+            part.lora_a = part.lora_a[:, slots.sharding.of(part.lora_a.shape[1])]
         return packed
 
-    def is_reached(self, slots: HalvedSlots) -> bool:
+    def is_reached(self, slots: TwoStepSlots) -> bool:
         """Whether the step has adapters at all: all processes must say the same, and one may have no rank of any."""
         return not self.backend.no_lora
 
-    def add(self, y: torch.Tensor, x: torch.Tensor, slots: HalvedSlots, rows: Any, slices: slice) -> None:
+    def add(self, y: torch.Tensor, x: torch.Tensor, slots: TwoStepSlots, rows: Any, slices: slice) -> None:
         """All ranks of w13's h are gathered, terms of w2's are summed; both are expanded as far as B is here."""
         h = slots.shrink(x, self.backend, rows, slices)  # (P, n, own ranks)
         if slices == W13:

@@ -43,7 +43,7 @@ class Read:
 class AdapterReader(AdapterSource):
     """Reads the adapters of waiting requests in threads of its own, before the step that admits them needs them.
 
-    It wraps the worker's source, and has requests wait until their adapter has been read (`why_wait`). Methods are
+    It wraps the worker's source, and has requests wait until their adapter has been read (`read_ahead`). Methods are
     called in the engine's thread alone. A check or a load that was not begun here is done there, too, by the wrapped
     source, so that no request waits for ever.
 
@@ -91,15 +91,15 @@ class AdapterReader(AdapterSource):
             if read.record is not None and adapter_id not in self.scheduler.in_flight:
                 self._forget(read)
 
-    def why_wait(self, lora_request: LoRARequest) -> str | None:
-        """None, or LOADING while the adapter is being read. Starts the read."""
+    def read_ahead(self, lora_request: LoRARequest) -> str | None:
+        """As `AdapterSource.read_ahead`: None, or LOADING while the adapter is being read."""
         adapter_id = lora_request.lora_int_id
         if self.worker.manager.get_adapter(adapter_id) is not None:
             return None
         read, record = self._reads.get(adapter_id), self.registry.adapters.get(adapter_id)
         if read is not None and read.record is not record:
             self._forget(read)
-        return self._policy.why_wait(adapter_id, lambda: self._begin(lora_request, record))
+        return self._policy.begin_or_wait(adapter_id, lambda: self._begin(lora_request, record))
 
     def load(self, lora_request: LoRARequest) -> LoRAModel:
         """As `AdapterSource.load`; takes the adapter that was read here, if it is this one."""

@@ -35,8 +35,11 @@ class ReadPolicy:
         self.reads, self.most, self.queues = reads, most, queues
         self.ahead: set[int] = set()
 
-    def why_wait(self, adapter_id: int, begin: Callable[[], object]) -> str | None:
-        """None, or LOADING while an adapter that is not in memory is being read.   begin: starts the read"""
+    def begin_or_wait(self, adapter_id: int, begin: Callable[[], object]) -> str | None:
+        """LOADING while an adapter that is not in memory is being read, or waits for that; None once it has been read.
+
+        begin   starts the read, and is called if there is room for one more
+        """
         if adapter_id not in self.reads.held:
             if not self.has_room():
                 # If all have been read they wait for slots: an empty step reads this one itself.

@@ -51,7 +51,7 @@ def shared(works: Mapping[int, Work], until: float = inf) -> tuple[dict[int, flo
 
 
 class Reader:
-    """One disk that reads one adapter after the other. `why_wait` is the scheduler's.
+    """One disk that reads one adapter after the other. The scheduler asks its `why_wait`.
 
     seconds      adapter id -> seconds that the disk reads it
     unpacking    adapter id -> seconds of the host's work on it after that. The disk reads the next one meanwhile, and
@@ -82,7 +82,7 @@ class Reader:
         adapter_id = request.adapter_id
         if not adapter_id or self.is_there(adapter_id):
             return None
-        return self.policy.why_wait(adapter_id, lambda: self._begin(adapter_id))
+        return self.policy.begin_or_wait(adapter_id, lambda: self._begin(adapter_id))
 
     @property
     def held(self) -> dict[int, bool]:

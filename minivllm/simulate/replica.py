@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
-from minivllm.core.scheduler import Scheduler
 from minivllm.gpu.pages.pool import PAGE_RANKS
-from minivllm.gpu.pages.scheduler import ElasticScheduler
+from minivllm.gpu.pages.scheduler import scheduler_for_pages
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.tiers import MakeCache, least_recently_used
 from minivllm.policies.install import rank_of
@@ -87,7 +85,10 @@ class Replica:
             self._unpack_seconds,
         )
         why_wait = {"why_wait": self.reader.why_wait} if config.concurrent_reads else {}
-        self.scheduler = self._make_scheduler(
+        # `minivllm.assembly.make_scheduler` takes these from a model and a runner, and there is neither.
+        self.scheduler = scheduler_for_pages(
+            self.manager,
+            config.elastic.blocks_a_page if config.elastic else 0,
             config.scheduler,
             config.cache,
             config.lora,
@@ -132,13 +133,6 @@ class Replica:
                 f"an adapter of rank {rank} needs {needs} pages, more than all {pages}; give more pages or KV blocks"
             )
         return pages
-
-    def _make_scheduler(self, *args: Any, **options: Any) -> Scheduler:
-        if self.config.elastic is None:
-            return Scheduler(*args, **options)
-        return ElasticScheduler(
-            *args, manager=self.manager, blocks_a_page=self.config.elastic.blocks_a_page, **options
-        )
 
     # For routers.
 

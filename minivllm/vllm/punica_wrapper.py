@@ -131,7 +131,7 @@ class PunicaWrapperBase(PunicaWrapperABC):
     sample_slots = property(attrgetter("backend.sample_slots"))
     reaches = property(attrgetter("backend.reaches"))
     place = property(attrgetter("backend.place"))
-    halve = property(attrgetter("backend.halve"))  # where the backend has it
+    two_step = property(attrgetter("backend.two_step"))  # where the backend has it
     begin_step = property(attrgetter("backend.begin_step"))
     sync_slots = property(attrgetter("backend.sync_slots"))
 

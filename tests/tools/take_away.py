@@ -26,7 +26,7 @@ PARTS = (
 # Every folder beside the core, and the modules of others that cannot be imported without it. Those that the engine is
 # put together from have their line in assembly.py; those on top have none, because nothing below knows them.
 NEEDED_BY: dict[str, tuple[str, ...]] = {
-    "options": ("gpu.pages.halves", "gpu.triton_halves", "vllm"),
+    "options": ("gpu.pages.two_step_slots", "gpu.triton_two_step_slots", "vllm"),
     "sources": (
         "vllm",
         "serving",

@@ -70,14 +70,15 @@ class PagedBackend(TritonBackend):
             self.counts = self.counts.new_zeros(wanted)
         return self._keep(PagedSlots(slots, self.live_ranks.outdate, self.pool))
 
-    def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> Slots:
-        """Slots whose A and B are used apart, where processes share out the ranks of these slices' A's."""
-        from minivllm.gpu.pages.halves import PagedHalves  # an option of minivllm.options asks for it
+    def two_step(self, slots: Slots, tp: Ranks, sharded: slice) -> Slots:
+        """As `two_step` of minivllm.options, in pages."""
+        # An option of minivllm.options asks for it.
+        from minivllm.gpu.pages.two_step_slots import PagedTwoStepSlots
 
-        def place(kind: type[PagedSlots], of_half: Slots, page_ranks: int) -> PagedSlots:
-            return self._keep(kind(of_half, self.live_ranks.outdate, self.pool, page_ranks))
+        def place(kind: type[PagedSlots], of_group: Slots, page_ranks: int) -> PagedSlots:
+            return self._keep(kind(of_group, self.live_ranks.outdate, self.pool, page_ranks))
 
-        return PagedHalves(slots, tp, dealt, place)
+        return PagedTwoStepSlots(slots, tp, sharded, place)
 
     def shrink(self, x: torch.Tensor, slots: PagedSlots, rows: TileList) -> torch.Tensor:
         """h = A · x, at least in float32, so that sums over processes lose nothing.   x: (T, K) -> (n, T, R)"""
@@ -91,7 +92,7 @@ class PagedBackend(TritonBackend):
         if not isinstance(slots, PagedB):
             super().expand(y, h, slots, rows)
             return
-        h = h if slots.deal is None else slots.deal.in_order(h)
+        h = h if slots.sharding is None else slots.sharding.in_order(h)
         h = h.to(slots.pieces.pool.dtype).contiguous()[None]  # (1, T, R)
         paged_expand(h, slots.pieces, y, rows)
 

@@ -64,21 +64,21 @@ class PagePool:
     _is_own = False
     page_bytes = 0  # of a page in all regions, once bound
 
-    def deal(self, regions: int) -> list[list[Paged]]:
+    def by_region(self, regions: int) -> list[list[Paged]]:
         """The layers of each region: in order, and about as much in each."""
         share = -(-sum(layer.size for layer in self.layers) // regions)
         share = max([share, *(layer.size for layer in self.layers)])
-        dealt: list[list[Paged]] = [[]]
+        found: list[list[Paged]] = [[]]
         for layer in self.layers:
-            used = sum(other.size for other in dealt[-1])
-            if used + layer.size > share and len(dealt) < regions:
-                dealt.append([])
-            dealt[-1].append(layer)
-        return dealt
+            used = sum(other.size for other in found[-1])
+            if used + layer.size > share and len(found) < regions:
+                found.append([])
+            found[-1].append(layer)
+        return found
 
     def page_elements(self, regions: int) -> int:
         """Elements of a page in each of so many regions, the largest share."""
-        return max(sum(layer.size for layer in layers) for layers in self.deal(regions))
+        return max(sum(layer.size for layer in layers) for layers in self.by_region(regions))
 
     def bind(self, regions: Sequence[torch.Tensor], stride: int, lender: Lender | None = None) -> None:
         """Lie in these regions, flat and of one length, `stride` elements a page. What slots held is forgotten."""
@@ -86,7 +86,7 @@ class PagePool:
         self.page_bytes = len(regions) * stride * regions[0].itemsize
         self.ledger = PageLedger(len(regions[0]) // stride, lender)
         self._synced = 0
-        for region, layers in zip(regions, self.deal(len(regions))):
+        for region, layers in zip(regions, self.by_region(len(regions))):
             first = 0
             for layer in layers:
                 layer.bind(region, stride, first)

@@ -8,6 +8,20 @@ from minivllm.gpu.pages.block_pool import ElasticBlockPool
 from minivllm.gpu.pages.manager import ElasticModelManager
 
 
+def scheduler_for_pages(
+    manager: ElasticModelManager, blocks_a_page: int, *arguments: Any, **options: Any
+) -> Scheduler:
+    """The scheduler of an engine, or of a simulated one, whose adapters lie in pages.
+
+    It is the plain one where `blocks_a_page` is 0, because no layer's adapters lie in pages then.
+
+    arguments, options   of `Scheduler`
+    """
+    if not blocks_a_page:
+        return Scheduler(*arguments, **options)
+    return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)
+
+
 class ElasticScheduler(Scheduler):
     """A `Scheduler` whose KV blocks and adapters share memory.
 

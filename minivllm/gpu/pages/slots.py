@@ -114,9 +114,9 @@ class PagedSlots(Slots):
 
 
 class PagedB(PagedSlots):
-    """The B's of one slice, of slots whose A and B are used apart.
+    """The B's of one slice of two-step slots.
 
-    deal   the `RankDeal` of the processes whose ranks of h stand side by side; None = h is in the order of ranks
+    sharding   the `RankSharding` of the processes whose ranks of h stand side by side; None = h has them in order
     """
 
-    deal: Any = None
+    sharding: Any = None

@@ -32,8 +32,8 @@ class PagedSlotWriter(SlotWriter):
     def _paged(self) -> list[PagedSlots]:
         """All that lies in pages; A's and B's may do so apart."""
         slots = [module.slots for module in self.modules.values()]
-        halves = [half for own in slots for half in getattr(own, "parts", ())]  # of `PagedHalves`
-        return [*(own for own in slots if isinstance(own, PagedSlots)), *halves]
+        parts = [part for own in slots for part in getattr(own, "parts", ())]  # of `PagedTwoStepSlots`
+        return [*(own for own in slots if isinstance(own, PagedSlots)), *parts]
 
     def _scatter(self, weights: torch.Tensor, table: torch.Tensor, slot: int) -> None:
         from minivllm.gpu.kernels.write_pages_op import write_pages  # Triton is not everywhere
@@ -64,7 +64,7 @@ IN_NO_PAGE = [0] * 5
 
 def _sides(slots: Slots, i: int) -> list[tuple[PagedPieces, int, int, int]]:
     """Of slice i's A and of its B: the pieces, where it begins in a page, its width, 1 for a B. [] = in no page"""
-    if where := getattr(slots, "where", None):  # of `PagedHalves`
+    if where := getattr(slots, "where", None):  # of `PagedTwoStepSlots`
         half, j = where[i]
         of_a, of_b = half.pieces, slots.expands[i].pieces
         return [(of_a, of_a.a[j], of_a.widths[j], 0), (of_b, of_b.b[0], of_b.heights[0], 1)]

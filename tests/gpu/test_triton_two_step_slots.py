@@ -5,7 +5,7 @@ import torch
 from test_paged_attention_kernels import new_memory_is_nan
 
 from minivllm.config import LoRAConfig
-from minivllm.gpu import triton_halves
+from minivllm.gpu import triton_two_step_slots
 from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -79,7 +79,7 @@ def run(kind, tp):
 @pytest.mark.parametrize("most", [0, 1 << 18])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_processes_have_what_whole_matrices_give_however_planes_travel(kind, most, monkeypatch):
-    monkeypatch.setattr(triton_halves, "MOST_BYTES", most)
+    monkeypatch.setattr(triton_two_step_slots, "MOST_BYTES", most)
     whole = expected(normal(len(ROWS), K, seed=3), heights_of(kind)).split(heights_of(kind), dim=1)
 
     for y, rows in in_lockstep(2, lambda tp: run(kind, tp)):

@@ -1,4 +1,7 @@
-"""Slots of which A and B are used apart.
+"""Slots whose adapters are computed in two steps, because processes meet in between: shrink, collective, expand.
+
+h = A x is gathered or summed over the processes before B is applied (fully_sharded.py). Plain slots do both in one call
+of the backend. Here is the form that any backend can compute; gpu/ has one for the triton backend and one in pages.
 
 Stands for `add_shrink` and `add_expand` in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), for every slot there.
 """
@@ -16,40 +19,43 @@ from minivllm.lora.slots import Slots
 
 
 @dataclass(frozen=True)
-class RankDeal:
-    """Which ranks of an A a process has: the first process `own` of them, the next as many, and so round and round.
+class RankSharding:
+    """Which ranks of an A a process has, in a block-cyclic distribution.
+
+    The first process has the first `block` ranks, the next as many, and after the last process it is the first one's
+    turn again.
 
     process, processes   this one, of how many
     """
 
     process: int
     processes: int
-    own: int
+    block: int
 
     def of(self, ranks: int) -> list[int]:
         """Those of so many ranks, ascending."""
-        return [rank for rank in range(ranks) if rank // self.own % self.processes == self.process]
+        return [rank for rank in range(ranks) if rank // self.block % self.processes == self.process]
 
     def in_order(self, h: torch.Tensor) -> torch.Tensor:
-        """All ranks in their order, of those of each process side by side.   (..., processes * own * rounds)"""
-        return h.unflatten(-1, (self.processes, -1, self.own)).transpose(-2, -3).flatten(-3)
+        """All ranks in their order, of those of each process side by side.   (..., processes * block * rounds)"""
+        return h.unflatten(-1, (self.processes, -1, self.block)).transpose(-2, -3).flatten(-3)
 
 
 @dataclass
-class DealtShare(Share):
-    """Of A the ranks that are dealt to the process, of B and of what is beside it the same as another share.
+class ShardedRanks(Share):
+    """The process's ranks of every A (`sharding`); of B, and of what is beside it, the same as another share.
 
     of_whole_a   that other share, which leaves every A whole
     """
 
     of_whole_a: Share
-    deal: RankDeal
+    sharding: RankSharding
 
     def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         return self.of_whole_a.sizes(sizes)
 
     def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
-        return lora_a[..., self.deal.of(lora_a.shape[-2]), :]
+        return lora_a[..., self.sharding.of(lora_a.shape[-2]), :]
 
     def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
         return self.of_whole_a.of_b(i, lora_b)
@@ -60,37 +66,38 @@ class DealtShare(Share):
         ]
 
 
-def halve(slots: Slots, backend: Backend, tp: Ranks, dealt: slice) -> "HalvedSlots":
-    """Slots whose A and B are used apart, as the backend lays them out. Their `deal` says whose ranks of A are whose.
+def two_step(slots: Slots, backend: Backend, tp: Ranks, sharded: slice) -> "TwoStepSlots":
+    """The same slots for two steps, as the backend lays them out.
 
-    dealt   slices of whose A each process has some ranks
+    sharded   slices of whose A each process has some ranks; `sharding` of the result says which
     """
-    make = getattr(backend, "halve", None)  # of a backend whose kernels need A and B no longer together
-    return HalvedSlots(slots, backend, tp) if make is None else make(slots, tp, dealt)
+    make = getattr(backend, "two_step", None)  # of a backend that has kernels for the single steps
+    return TwoStepSlots(slots, backend, tp) if make is None else make(slots, tp, sharded)
 
 
-def halve_linear(slots: Slots, share: Share, backend: Backend, tp: Ranks) -> tuple["HalvedSlots", Share]:
-    """The same for a linear of several processes, and its share: where that says which ranks of A are this process's,
-    it says so as these slots want it.
+def two_step_linear(slots: Slots, share: Share, backend: Backend, tp: Ranks) -> tuple["TwoStepSlots", Share]:
+    """The same for a linear of several processes, and its share.
+
+    A share of some ranks of A becomes a share of those that these slots have.
     """
     if share.ranks is None:
-        return halve(slots, backend, tp, slice(0, 0)), share
-    halved = halve(slots, backend, tp, ALL_SLICES)
-    return halved, DealtShare(replace(share, ranks=None), halved.deal)
+        return two_step(slots, backend, tp, slice(0, 0)), share
+    in_two = two_step(slots, backend, tp, ALL_SLICES)
+    return in_two, ShardedRanks(replace(share, ranks=None), in_two.sharding)
 
 
-class HalvedSlots(Slots):
-    """Slots whose A's and B's are used apart, so that processes can meet between. R' rows of A may be fewer than R.
+class TwoStepSlots(Slots):
+    """Slots of which a backend computes `shrink` and `expand` apart. R' rows of A may be fewer than R.
 
     a        n buffers (S, E, R', K)    b   n buffers (S, E, N_i, R)
     shrinks  the same A's, with ones on the diagonal for B's: what a backend adds for them is h = A · x
     expands  n slots of one slice each, the same B's
-    deal     which ranks of A this process has
+    sharding   which ranks of A this process has
     """
 
     def __init__(self, slots: Slots, backend: Backend, tp: Ranks) -> None:
         super().__init__(slots.a, slots.b)
-        self.deal = RankDeal(tp.rank, tp.size, -(-self.b[0].shape[3] // tp.size))
+        self.sharding = RankSharding(tp.rank, tp.size, -(-self.b[0].shape[3] // tp.size))
         self._place(backend)
         self.live_ranks = self.shrinks.live_ranks
 

@@ -1,4 +1,4 @@
-"""Slots of which kernels use A and B apart. Beside vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1)."""
+"""`TwoStepSlots` of the triton backend. Beside vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1)."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import torch
 from minivllm.gpu.sgmv import TileList, expand, shrink
 from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.slots import Slots
-from minivllm.options.halved_slots import HalvedSlots
+from minivllm.options.two_step_slots import TwoStepSlots
 
 # Planes of so many bytes travel as they are. On two H200 a sum of 256 KiB took 0.8 us more than one of 8 KiB; to add
 # planes up first is a launch.
 MOST_BYTES = 1 << 18
 
 
-class TritonHalves(HalvedSlots):
-    """As `HalvedSlots`, but one launch gives h, and one expands that of all slices.
+class TritonTwoStepSlots(TwoStepSlots):
+    """As `TwoStepSlots`, but one launch gives h, and one expands that of all slices.
 
     shrinks  the A's alone    expands  n x (S * E, N_i, R), the B's
     """

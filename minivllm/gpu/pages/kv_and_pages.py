@@ -13,7 +13,7 @@ LEAST_ADAPTERS = 8
 
 
 @dataclass(frozen=True)
-class SharedPlan(MemoryPlan):
+class KVAndPagesPlan(MemoryPlan):
     """num_pages       pages of adapters beside the KV blocks
     blocks_a_page   w, KV blocks that are as large as a page
     """
@@ -22,7 +22,7 @@ class SharedPlan(MemoryPlan):
     blocks_a_page: int = 0
 
 
-class SharedMemory(KVMemory):
+class KVAndPagesMemory(KVMemory):
     """Gives adapters that lie in pages a part of the KV cache's memory.
 
     Each layer's KV tensor is longer than its blocks: page i is the memory of blocks i * w to (i + 1) * w - 1, in all
@@ -50,19 +50,19 @@ class SharedMemory(KVMemory):
         slots = runner.config.lora_config.max_loras
         most, least = (n * pool.pages_a_slot for n in (slots, min(slots, LEAST_ADAPTERS)))
         if cache.num_blocks is not None and not runner.on_gpu:
-            return SharedPlan(cache.num_blocks, most, w)
+            return KVAndPagesPlan(cache.num_blocks, most, w)
         budget = self._shared_bytes(runner, pool, least) // runner.kv_block_bytes
         wanted = cache.num_blocks or self.useful_blocks(runner)
         num_pages = min(most, max(least, (budget - wanted) // w))
         if cache.num_blocks is not None:
-            return SharedPlan(cache.num_blocks, num_pages, w)
+            return KVAndPagesPlan(cache.num_blocks, num_pages, w)
         left = budget - num_pages * w
         if left < 2:
             raise ValueError(
                 f"{budget} KV blocks of memory do not hold {num_pages} pages of adapters and a request; raise "
                 "gpu_memory_utilization or kv_cache_memory_bytes, or lower max_lora_rank or max_loras"
             )
-        return SharedPlan(min(wanted, left), num_pages, w)
+        return KVAndPagesPlan(min(wanted, left), num_pages, w)
 
     def _shared_bytes(self, runner: ModelRunner, pool: PagePool, pages: int) -> int:
         """For KV blocks and adapters together; where that is measured, with so many pages in use meanwhile."""
@@ -75,7 +75,7 @@ class SharedMemory(KVMemory):
 
     def allocate(self, runner: ModelRunner, plan: MemoryPlan) -> None:
         """A tensor for each attention layer, and the pages in it; none while memory is measured."""
-        num_pages = plan.num_pages if isinstance(plan, SharedPlan) else 0
+        num_pages = plan.num_pages if isinstance(plan, KVAndPagesPlan) else 0
         if not num_pages:
             return super().allocate(runner, plan)
         pool, w = pool_of(runner), plan.blocks_a_page
