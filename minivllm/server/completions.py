@@ -16,7 +16,6 @@ from minivllm.server.formatting import ChatFormatter, CompletionFormatter
 from minivllm.server.generation import Generation, respond
 from minivllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from minivllm.server.routes import post
-from minivllm.text.prompts import tokenize as tokenize_text
 
 
 async def complete(body: CompletionRequest, call: Call) -> Response:
@@ -68,10 +67,7 @@ async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
     if body.messages is not None:
         ids = (await chat_prompt(body, call, adapter))["prompt_token_ids"]
     else:
-        special = body.add_special_tokens
-        ids = await llm.run_in_tokenizer_thread(
-            lambda: tokenize_text("prompt", body.prompt, tokenizer, longest, add_special_tokens=special)
-        )
+        ids = await llm.tokenize("prompt", body.prompt, adapter, body.add_special_tokens)
     texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
 

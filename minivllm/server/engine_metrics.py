@@ -5,7 +5,7 @@ Stands for a part of vllm/v1/metrics/loggers.py (v0.22.1).
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,25 +41,22 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         if (latest := self.latest) is None:
             return
-        for name, field, text in GAUGES:
-            yield self._one(
-                GaugeMetricFamily(name, text, labels=["model_name"]), getattr(latest.scheduler, field)
-            )
-        for name, field, text in TOTALS:
-            family = CounterMetricFamily(name, text, labels=["model_name"])
-            yield self._one(family, getattr(latest.scheduler, field))
-        for name, field, text in LORA_GAUGES if latest.adapters else ():
-            yield self._one(GaugeMetricFamily(name, text, labels=["model_name"]), latest.adapters[field])
+        of_scheduler = partial(getattr, latest.scheduler)
+        for kind, table, value_of in (
+            (GaugeMetricFamily, GAUGES, of_scheduler),
+            (CounterMetricFamily, TOTALS, of_scheduler),
+            (GaugeMetricFamily, LORA_GAUGES if latest.adapters else (), latest.adapters.get),
+        ):
+            for name, field, text in table:
+                family = kind(name, text, labels=["model_name"])
+                family.add_metric([self.model_name], value_of(field))
+                yield family
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that have requests.", labels=labels)
         info.add_metric(
             [str(latest.max_loras), ",".join(latest.running), ",".join(latest.waiting)], time.time()
         )
         yield info
-
-    def _one(self, family: Any, value: float) -> Metric:
-        family.add_metric([self.model_name], value)
-        return family
 
 
 class AdapterEvents:

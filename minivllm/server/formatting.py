@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
@@ -174,7 +175,7 @@ def completion_logprobs(
     if logprobs is None:
         return None
     tokens = [text_of(entry[token_id]) for token_id, entry in zip(token_ids, logprobs)]
-    offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
     tops = [{text_of(each): finite(each.logprob) for each in entry.values()} for entry in logprobs]
     own = [finite(entry[token_id].logprob) for token_id, entry in zip(token_ids, logprobs)]
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
@@ -208,6 +209,4 @@ def text_of(logprob: Logprob) -> str:
 
 def finite(value: float) -> float:
     """A number that JSON can hold: neither infinite nor NaN."""
-    return (
-        value if value > LEAST_LOGPROB else LEAST_LOGPROB
-    )  # also for NaN, which is not greater than anything
+    return max(LEAST_LOGPROB, value)  # in this order, because NaN is greater than nothing

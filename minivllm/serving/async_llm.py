@@ -21,7 +21,7 @@ from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.batching import BatchingExecutor
 from minivllm.serving.calls import Function, Subscribe, adapter_events, is_leaving
 from minivllm.serving.cancellation import listen
-from minivllm.serving.client import SECONDS_TO_STOP, EngineClient
+from minivllm.serving.client import SECONDS_TO_STOP, EngineClient, EngineCoreRequest
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream, wake
@@ -125,7 +125,8 @@ class AsyncLLM:
         async def begin() -> None:
             lora = await self._resolved(lora_request)
             tokenized = await self._tokenized(request_id, prompt, lora)
-            self._client.begin(stream, request_id, tokenized, sampling_params, arrival_time, lora)
+            request = EngineCoreRequest(request_id, tokenized, sampling_params, arrival_time, lora)
+            self._client.begin(stream, request)
 
         self._open.add(stream)
         finished = False
@@ -168,12 +169,18 @@ class AsyncLLM:
         return await self.call(LLMEngine.get_tokenizer, await self._resolved(lora_request))
 
     async def tokenize(
-        self, what: str, text: str, lora_request: LoRARequest | str | None = None
+        self,
+        what: str,
+        text: str,
+        lora_request: LoRARequest | str | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a text. ValueError for a text that no request may have; `what` begins its sentence."""
         tokenizer = await self.get_tokenizer(lora_request)
         longest = self.config.model_config.max_model_len
-        return await self.run_in_tokenizer_thread(partial(tokenize, what, text, tokenizer, longest))
+        return await self.run_in_tokenizer_thread(
+            partial(tokenize, what, text, tokenizer, longest, add_special_tokens=add_special_tokens)
+        )
 
     async def chat_prompt(
         self,

@@ -1,7 +1,9 @@
 """Batches the work of one iteration of an event loop. Stands for nothing in vLLM 0.22.1.
 
 Requests that arrive concurrently are read in one iteration of the loop. What each of them needs of another thread or
-process goes there as one message, and the results come back as one.
+process goes there as one message, and the results come back as one. With `loop.run_in_executor` in the place of
+`BatchingExecutor` a text cost 27 to 43 % more processor time before its first step, and a chat 21 to 31 %
+(`benchmarks.request_cost`, 128 at once, four runs in turns beside other work).
 """
 
 import asyncio

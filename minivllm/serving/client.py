@@ -5,7 +5,7 @@ Stands for `EngineCoreClient` of vllm/v1/engine/core_client.py (v0.22.1).
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
 from minivllm.engine.input_processor import Prompt
@@ -19,6 +19,16 @@ T = TypeVar("T")
 # For the step that an engine is in, and for adapters that are being read.
 SECONDS_TO_STOP = 10.0
 SHUT_DOWN = "the engine was shut down; start another one"
+
+
+class EngineCoreRequest(NamedTuple):
+    """A request, with the parameters of `LLMEngine.add_request`. vLLM: the same name."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    arrival_time: float | None = None
+    lora_request: LoRARequest | str | None = None
 
 
 class EngineClient(Protocol):
@@ -45,15 +55,7 @@ class EngineClient(Protocol):
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
         """The result of `function(engine, *args)`. A process takes the functions in `CALLS`."""
 
-    def begin(
-        self,
-        sink: Sink,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | str | None = None,
-    ) -> None:
+    def begin(self, sink: Sink, request: EngineCoreRequest) -> None:
         """Add a request. Its outputs are put into `sink`, and so is the error that `LLMEngine.add_request` raises."""
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":

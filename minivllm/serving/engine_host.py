@@ -23,6 +23,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.processes import avoid_pauses, packed, pipe_to_parent, receive, send
 from minivllm.progress import told_to
 from minivllm.serving.calls import CALLS, name_of
+from minivllm.serving.client import EngineCoreRequest
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.wire import OutputWriter, Request, portable
 
@@ -143,7 +144,7 @@ class EngineHost:
     def begin(self, number: int, *request: Any) -> None:
         sink = RemoteSink(number, self._outbox, lambda number: self._sinks.pop(number, None))
         self._sinks[number] = sink
-        self.engine.begin(sink, *request)
+        self.engine.begin(sink, EngineCoreRequest(*request))
 
     def abort(self, number: int, request_ids: list[str], sink: int | None) -> None:
         if sink is not None and sink not in self._sinks:  # the request has finished

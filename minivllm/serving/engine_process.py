@@ -14,17 +14,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from minivllm.engine.input_processor import Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import EngineDeadError, died_of
 from minivllm.lora.request import LoRARequest
 from minivllm.processes import end_process, how_it_ended, packed, receive, send, start_process
 from minivllm.progress import Listener
-from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.batching import call_at_end_of_iteration
 from minivllm.serving.calls import CALLS, Function, Subscribe, name_of
-from minivllm.serving.client import SECONDS_TO_STOP, SHUT_DOWN
+from minivllm.serving.client import SECONDS_TO_STOP, SHUT_DOWN, EngineCoreRequest
 from minivllm.serving.streams import Sink, wake
 from minivllm.serving.wire import OutputDelta, OutputReader, Request
 
@@ -98,20 +96,11 @@ class EngineProcess:
         """
         return self._request("call", self._checked_name(function), *args)
 
-    def begin(
-        self,
-        sink: Sink,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | str | None = None,
-    ) -> None:
+    def begin(self, sink: Sink, request: EngineCoreRequest) -> None:
         """As in `EngineClient`. Requests of one iteration of the event loop are sent as one message."""
         number = next(self._numbers)
-        self._requests[number] = sink, OutputReader(request_id)
-        args = request_id, prompt, params, arrival_time, lora_request
-        self._post(number, "begin", *args, at_once=False)
+        self._requests[number] = sink, OutputReader(request.request_id)
+        self._post(number, "begin", *request, at_once=False)
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
         """As in `EngineClient`."""

@@ -17,16 +17,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from minivllm.engine.input_processor import Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import EngineDeadError, died_of, id_in_use
 from minivllm.lora.request import LoRARequest
-from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
 from minivllm.serving.call_queue import CallQueue
 from minivllm.serving.calls import Subscribe
-from minivllm.serving.client import SECONDS_TO_STOP, SHUT_DOWN
+from minivllm.serving.client import SECONDS_TO_STOP, SHUT_DOWN, EngineCoreRequest
 from minivllm.serving.streams import Sink, aborted, wake
 
 logger = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ class EngineThread:
         self.sinks: dict[str, Sink] = {}
         self.reader = None
         if engine.adapters is not None:
-            self.reader = AdapterReader(engine, parallel_reads, lambda: self.call(_do_nothing))
+            self.reader = AdapterReader(engine, parallel_reads, lambda: self.call(lambda engine: None))
         self._checking: dict[str, Sink] = {}  # requests whose adapters are being checked
         self._unsubscribe: dict[Callable, Callable[[], object]] = {}  # by listener
         self._did_nothing = False  # the last step
@@ -96,17 +94,8 @@ class EngineThread:
         """As in `EngineClient`; of a function of any kind (`CallQueue.call`)."""
         return self.call_queue.call(lambda engine: function(engine, *args))
 
-    def begin(
-        self,
-        sink: Sink,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | str | None = None,
-    ) -> None:
+    def begin(self, sink: Sink, request: EngineCoreRequest) -> None:
         """As in `EngineClient`. An adapter that the engine does not know is checked first, concurrently with steps."""
-        request = request_id, prompt, params, arrival_time, lora_request
         self._call_for(sink, self._check_and_add, request)
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
@@ -132,13 +121,13 @@ class EngineThread:
 
     def unsubscribe(self, listener: Callable[[Any], object]) -> "Future[None]":
         """As in `EngineClient`."""
-        return self.call(lambda engine: self._unsubscribe.pop(listener, _nothing)())
+        return self.call(lambda engine: self._unsubscribe.pop(listener, lambda: None)())
 
     def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
         """End the thread after its current step, however long that takes. Requests that have not finished get an
         EngineDeadError."""
         self._stopping = True
-        self.call(_do_nothing)  # it may be waiting for a call
+        self.call(lambda engine: None)  # it may be waiting for a call
         if threading.current_thread() is not self._thread:
             self._thread.join()
             if self.reader is not None:
@@ -150,8 +139,8 @@ class EngineThread:
         """Call `function(engine, sink, *args)`; an error that it raises is put into the sink."""
         self.call(function, sink, *args).add_done_callback(partial(_put_error, sink))
 
-    def _check_and_add(self, engine: LLMEngine, sink: Sink, request: tuple) -> None:
-        request_id, *_, lora_request = request
+    def _check_and_add(self, engine: LLMEngine, sink: Sink, request: EngineCoreRequest) -> None:
+        request_id, lora_request = request.request_id, request.lora_request
         # The engine refuses an id that is no text.
         if isinstance(request_id, str) and request_id in self._checking:
             raise id_in_use(request_id)
@@ -164,16 +153,15 @@ class EngineThread:
         self._checking[request_id] = sink
         check.add_done_callback(lambda check: self._call_for(sink, self._add_checked, request, check))
 
-    def _add_checked(self, engine: LLMEngine, sink: Sink, request: tuple, check: Future) -> None:
-        request_id, *_, lora_request = request
-        if self._checking.get(request_id) is sink:  # else it was aborted
-            del self._checking[request_id]
-            with self.reader.with_check(lora_request, check):
+    def _add_checked(self, engine: LLMEngine, sink: Sink, request: EngineCoreRequest, check: Future) -> None:
+        if self._checking.get(request.request_id) is sink:  # else it was aborted
+            del self._checking[request.request_id]
+            with self.reader.with_check(request.lora_request, check):
                 self._add(engine, sink, request)
 
-    def _add(self, engine: LLMEngine, sink: Sink, request: tuple) -> None:
+    def _add(self, engine: LLMEngine, sink: Sink, request: EngineCoreRequest) -> None:
         engine.add_request(*request)
-        self.sinks[request[0]] = sink
+        self.sinks[request.request_id] = sink
 
     def _abort(self, engine: LLMEngine, request_ids: list[str], sink: Sink | None) -> None:
         for request_id in request_ids:
@@ -221,15 +209,12 @@ class EngineThread:
         """Wait for concurrent requests: a GPU's step of few tokens takes as long as one of hundreds, and requests that
         miss the first step wait for all of it."""
         until = time.perf_counter() + SECONDS_FOR_ALL
-        while time.perf_counter() < until and not self._fills_a_step():
+        most, waiting = self.config.scheduler_config.max_num_batched_tokens, self.engine.scheduler.waiting
+        while time.perf_counter() < until and sum(request.num_tokens for request in waiting) < most:
             time.sleep(SECONDS_TO_NEXT)
             if self.call_queue.is_empty:
                 return
             self.call_queue.run(self.engine, wait=False)
-
-    def _fills_a_step(self) -> bool:
-        tokens = sum(request.num_tokens for request in self.engine.scheduler.waiting)
-        return tokens >= self.engine.config.scheduler_config.max_num_batched_tokens
 
     def _step(self) -> None:
         steps = self.engine.metrics.steps
@@ -277,11 +262,3 @@ def _put_error(sink: Sink, called: Future) -> None:
     """Put the error of a call, if it raised one, into the sink of the request that it was for."""
     if not called.cancelled() and (error := called.exception()) is not None and sink.put(error):
         wake([sink])
-
-
-def _do_nothing(engine: LLMEngine) -> None:
-    pass
-
-
-def _nothing() -> None:
-    pass

@@ -47,8 +47,8 @@ class FakeClient(EngineClient):
     def call(self, function, *args):
         return Future()
 
-    def begin(self, sink, request_id, *args, **options):
-        self.calls.append(("begin", request_id))
+    def begin(self, sink, request):
+        self.calls.append(("begin", request.request_id))
 
     def read_ahead(self, lora_request):
         return Future()

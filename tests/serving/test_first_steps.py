@@ -4,6 +4,7 @@ import pytest
 
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving import engine_thread
+from minivllm.serving.client import EngineCoreRequest
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
 from tests.worlds.engines import greedy, tiny_world
@@ -58,7 +59,8 @@ def make(world, monkeypatch):
 
 
 def begin(loop, request_id, max_tokens=3):
-    loop.begin(output_stream(SomeEventLoop(), "delta"), request_id, PROMPT, greedy(max_tokens))
+    request = EngineCoreRequest(request_id, PROMPT, greedy(max_tokens))
+    loop.begin(output_stream(SomeEventLoop(), "delta"), request)
 
 
 def rows(loop):
@@ -119,7 +121,7 @@ def test_a_later_step_waits_for_no_other_request(make):
 
 def test_after_a_request_that_is_refused_it_waits_for_no_other(make):
     loop, clock = make(coming=3)
-    loop.begin(output_stream(SomeEventLoop(), "delta"), "wrong", [], SamplingParams())
+    loop.begin(output_stream(SomeEventLoop(), "delta"), EngineCoreRequest("wrong", [], SamplingParams()))
 
     loop.run_once()
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from minivllm.serving.client import EngineCoreRequest
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
 from tests.worlds.engines import greedy, tiny_world
@@ -37,7 +38,7 @@ def make_loop(world, on_gpu):
 
 def begin(loop, events, request_id="one", max_tokens=3):
     stream = output_stream(events, "delta")
-    loop.begin(stream, request_id, PROMPT, greedy(max_tokens))
+    loop.begin(stream, EngineCoreRequest(request_id, PROMPT, greedy(max_tokens)))
     return stream
 
 
