@@ -14,7 +14,7 @@ from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_left_out, parse_fine_tuned_lora_name
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
+from minivllm.lora.weights_files import find_weights_file, read_weights
 
 # Name in the model, name in training -> "lora_A", "lora_B" and what options read beside B, such as "bias".
 Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
@@ -140,8 +140,7 @@ class LoRAModel:
             device = "meta"
             tensors = {n: tensor if tensor.is_meta else tensor.to("meta") for n, tensor in tensors.items()}
         # Where an option reads a file it may add tokens, which A may know of.
-        adds_files = any(files_in(lora_dir, option.files) for option in extensions.options)
-        vocab_size = None if adds_files else model_vocab_size
+        vocab_size = None if extensions.files_in(lora_dir) else model_vocab_size
         try:
             lora = cls.from_lora_tensors(
                 lora_model_id, tensors, peft_helper, device, dtype, vocab_size, weights_mapper, skip_prefixes
@@ -163,10 +162,9 @@ def read_option_files(
     dtype: torch.dtype | None,
 ) -> None:
     """Have each option put beside an adapter what the file says that it adds to the folder. ValueError names it."""
-    for option in extensions.options:
-        for file in files_in(lora_dir, option.files)[:1]:
-            found = read_weights(file, shapes_only, formats=extensions.file_formats)
-            option.read_file(str(file), found, lora, device, dtype)
+    for option, file in extensions.files_in(lora_dir):
+        found = read_weights(file, shapes_only, formats=extensions.file_formats)
+        option.read_file(str(file), found, lora, device, dtype)
 
 
 def read_tensor(

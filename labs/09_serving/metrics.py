@@ -7,8 +7,8 @@ from labs.kit.overlay import Todo
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cache
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -49,8 +49,7 @@ class ServerMetrics:
         self.model_name, self.registry = model_name, CollectorRegistry()
         self.engine = EngineCollector(model_name)
         self.registry.register(self.engine)
-        self._make_counters()
-        self._make_histograms()
+        self._make_metrics()
         self.most_labels = most_labels
         self._labels: set[str] = set()
         self.adapter_events = AdapterEvents(self.events, self.label)
@@ -102,51 +101,45 @@ class ServerMetrics:
         """A request has ended without a last output, because the engine did."""
         self.ended.labels(self.model_name, "abort").inc()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return _with_cached_labels(Counter(name, text, labels, registry=self.registry))
+    def _make_metrics(self) -> None:
+        def made(kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:
+            metric = kind(name, text, labels, registry=self.registry, **options)
+            metric.labels = cache(metric.labels)  # each event looks a child up, and none is ever removed
+            return metric
 
-    def _make_counters(self) -> None:
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.", "model_name")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens of answers.", "model_name")
-        self.ended = self._counter(
-            "vllm:request_success", "Requests that ended.", "model_name", "finished_reason"
-        )
-        self.requests = self._counter("minivllm:adapter_requests", "Requests taken.", "adapter")
-        self.read = self._counter("minivllm:adapter_prompt_tokens", "Tokens of prompts.", "adapter")
-        self.written = self._counter("minivllm:adapter_generation_tokens", "Tokens of answers.", "adapter")
-        self.waits = self._counter(
-            "minivllm:adapter_slot_wait_steps", "Steps that requests waited for a slot.", "adapter"
+        counter, histogram = partial(made, Counter), partial(made, Histogram)
+        model, adapter = "model_name", "adapter"
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.", model)
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens of answers.", model)
+        self.ended = counter("vllm:request_success", "Requests that ended.", model, "finished_reason")
+        self.requests = counter("minivllm:adapter_requests", "Requests taken.", adapter)
+        self.read = counter("minivllm:adapter_prompt_tokens", "Tokens of prompts.", adapter)
+        self.written = counter("minivllm:adapter_generation_tokens", "Tokens of answers.", adapter)
+        self.waits = counter(
+            "minivllm:adapter_slot_wait_steps", "Steps that requests waited for a slot.", adapter
         )
         self.events = {
-            "load": self._counter("minivllm:adapter_loads", "Times read from disk.", "adapter"),
-            "activate": self._counter("minivllm:adapter_activations", "Times copied into a slot.", "adapter"),
-            "evict": self._counter("minivllm:adapter_evictions", "Slots lost to another adapter.", "adapter"),
-            "drop": self._counter("minivllm:adapter_drops", "Places in memory lost to another.", "adapter"),
+            "load": counter("minivllm:adapter_loads", "Times read from disk.", adapter),
+            "activate": counter("minivllm:adapter_activations", "Times copied into a slot.", adapter),
+            "evict": counter("minivllm:adapter_evictions", "Slots lost to another adapter.", adapter),
+            "drop": counter("minivllm:adapter_drops", "Places in memory lost to another.", adapter),
         }
-
-    def _make_histograms(self) -> None:
-        def made(name: str, text: str, buckets: tuple[float, ...], label: str = "model_name") -> Histogram:
-            histogram = Histogram(name, text, [label], buckets=buckets, registry=self.registry)
-            return _with_cached_labels(histogram)
-
-        self.ttft = made("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.itl = made(
-            "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN_TOKENS
+        to_first, to_last = "From arrival to the first token", "From arrival to the last token."
+        seconds, by_adapter = {"buckets": SECONDS}, {"buckets": BY_ADAPTER}
+        self.ttft = histogram("vllm:time_to_first_token_seconds", f"{to_first}.", model, **seconds)
+        self.itl = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of an answer.",
+            model,
+            buckets=BETWEEN_TOKENS,
         )
-        self.e2e = made("vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
-        self.queued = made("vllm:request_queue_time_seconds", "From arrival to the first step.", SECONDS)
-        self.adapter_ttft = made(
-            "minivllm:adapter_time_to_first_token_seconds",
-            "From arrival to the first token, by adapter.",
-            BY_ADAPTER,
-            "adapter",
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", to_last, model, **seconds)
+        self.queued = histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the first step.", model, **seconds
         )
-
-
-def _with_cached_labels(metric: M) -> M:
-    """The same metric, whose children are cached by label, since each event looks one up. None is ever removed."""
-    metric.labels = cache(metric.labels)
-    return metric
+        self.adapter_ttft = histogram(
+            "minivllm:adapter_time_to_first_token_seconds", f"{to_first}, by adapter.", adapter, **by_adapter
+        )
 
 
 class Progress:

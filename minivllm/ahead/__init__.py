@@ -5,7 +5,7 @@ Brings      on an H100, Llama-8B shape in bfloat16, decoding the base model: 168
             engine-decode-ahead-h100-2026-11-22.json and engine-decode-waiting-h100-2026-11-22.json)
 Implements  `EngineCore`: `LookaheadCore` overrides a step and the check of a request
 Options     `async_scheduling`; without it, and where most steps are no CUDA graphs, the core waits as it is
-Costs       some 220 lines. A request that ends by a token, and not by its length, has one row too many in the step
+Costs       some 240 lines. A request that ends by a token, and not by its length, has one row too many in the step
             after. No memory, and no seconds at the start
 """
 

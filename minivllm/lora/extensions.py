@@ -8,12 +8,14 @@ gives it the extensions; `minivllm.assembly` has all that there are. vLLM (v0.22
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.weights_files import files_in
 
 if TYPE_CHECKING:
     from minivllm.lora.backend import Backend
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 class WrappedOption:
     """What an option does for the adapters of one wrapped model. Each method does nothing here.
 
-    tables         what the option has allocated beside slots
-    follows_slots  whether `before_step` is to be called
+    tables         what the option has allocated beside slots (long context alone: `memory_stats` counts it)
+    follows_slots  whether `before_step` is to be called (long context, DoRA)
     """
 
     tables: Sequence[torch.Tensor] = ()
@@ -41,7 +43,7 @@ class WrappedOption:
         """
 
     def accepted(self, lora: "LoRAModel") -> None:
-        """The layers have packed what `judge` gave them, so that `lora.beside` need not keep it."""
+        """The layers have packed what `judge` gave them (added tokens forget it here, DoRA makes scales of it)."""
 
     def before_step(self, in_slots: "list[LoRAModel | None]") -> None:
         """Prepare a step.   in_slots: (S,) the adapter in each slot, None = free"""
@@ -52,7 +54,8 @@ class AdapterOption:
 
     config_field  the field of adapter_config.json that says whether an adapter has it; None: none does
     tensor_marks  parts of tensors' names: `read_tensor` reads a tensor whose name has one of them
-    files         names of the one file that it adds to an adapter's folder, the preferred one first
+    files         names of the one file that it adds to an adapter's folder, the preferred one first. Such an adapter
+                  is read tensor by tensor (added tokens alone have one; `judge_adapter` wants what it holds apart)
     kept_beside   kinds of what it reads beside B that stay as the file has them, neither converted nor scaled
     wrappers      classes of wrapped layers that are no linears: see `minivllm.options.option_layer`
     part_names    last part of a module's name -> further names that trainers have for parts of it
@@ -130,6 +133,11 @@ class LoRAExtensions:
     def wrappers(self) -> list[type]:
         """The options' classes of wrapped layers, which are asked in this order."""
         return [wrapper for option in self.options for wrapper in option.wrappers]
+
+    def files_in(self, folder: str) -> list[tuple[AdapterOption, Path]]:
+        """What options have added to an adapter's folder: each of them, and its preferred file of those there."""
+        there = ((option, files_in(folder, option.files)) for option in self.options)
+        return [(option, paths[0]) for option, paths in there if paths]
 
     @cached_property
     def part_names(self) -> dict[str, tuple[str, ...]]:

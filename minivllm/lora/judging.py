@@ -25,7 +25,7 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, find_adapter_folder, is_left_out
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
+from minivllm.lora.weights_files import find_weights_file, read_weights
 
 # Of larger files the shapes are judged first, and the numbers are read if nothing is wrong with these.
 READ_AT_ONCE = 81 * 2**20
@@ -137,7 +137,7 @@ def _judge_weights(
 
 def _problems_of_modules(adapter: JudgedAdapter, source: AdapterSource) -> list[str]:
     options = dict(source.reading)
-    if files_in(adapter.folder, source.files_beside):
+    if source.manager.extensions.files_in(adapter.folder):
         options["model_vocab_size"] = None
     load = partial(LoRAModel.from_lora_tensors, 1, peft_helper=adapter.helper, **options)
     left_out = partial(is_left_out, skip_prefixes=options["skip_prefixes"])

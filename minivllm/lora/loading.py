@@ -22,7 +22,6 @@ from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.plans import AdapterPlan
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import (
-    files_in,
     find_safetensors,
     find_weights_file,
     read_header,
@@ -46,7 +45,6 @@ class AdapterSource:
     manager   of the model that adapters are for
     reading   the parameters of `LoRAModel.from_lora_tensors` that the model decides
     most_tensors   that an adapter of all its modules has: A, B and a bias of each, and copies of base embeddings
-    files_beside   names of all files that options add to an adapter's folder
     loading   ids of the adapters that are read beside the steps: none here
     """
 
@@ -62,7 +60,6 @@ class AdapterSource:
         }
         tensors = MOST_TENSORS if self.reading["skip_prefixes"] else 4 * len(manager.wrapped.claims) + 16
         self.most_tensors = min(MOST_TENSORS, tensors)
-        self.files_beside = [name for option in manager.extensions.options for name in option.files]
         self._plans: dict[Hashable, AdapterPlan] = {}  # the one used longest ago is the first
         self._lock = Lock()
 
@@ -127,7 +124,7 @@ class AdapterSource:
         helper = PEFTHelper.from_local_dir(folder, longest, extensions)
         helper.validate_legal(self.manager.lora_config)
         path, adapter_id = find_weights_file(folder), lora_request.lora_int_id
-        has_plan = path.suffix == ".safetensors" and not files_in(folder, self.files_beside)
+        has_plan = path.suffix == ".safetensors" and not extensions.files_in(folder)
         if has_plan:
             with reading(path) as file:
                 plan = self._plan_of(path, file, helper, shapes_only)

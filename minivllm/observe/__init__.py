@@ -5,8 +5,8 @@ Brings      `engine.trace`, `get_metrics` and `debug_info`: what every step did,
             the exercises' oracles read them (docs/serving.md)
 Implements  `Observer`; two `listeners` of the engine's steps (`Recorder`, `History`) and two of adapters; the
             `SchedulingPolicy` of a plain order, which also notes how far down the line a step came (`WatchedLine`)
-Costs       some 870 lines, and at most 64 MB: records of the last 10,000 steps. Their time is part of all figures of
-            benchmarks/README.md; alone it was never measured. No decision asks any of it
+Costs       some 1,200 lines, 1,400 more of the page, and at most 64 MB: records of the last 10,000 steps. Their time
+            is part of all figures of benchmarks/README.md; alone it was never measured. No decision asks any of it
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ Brings      adapters on the embedding and the head, on experts, shared out in fu
 Implements  of `LoRAExtensions`: `options` (each an `AdapterOption`, with a `WrappedOption` for a model that has it)
             and `sharded_wrappers`. Layers are `BaseLayerWithLoRA`. Of `EngineCore`: `limits_of`
 Options     `fully_sharded_loras`; in legacy/ `bias_enabled`, `lora_extra_vocab_size`, `long_lora_scaling_factors`
-Costs       some 1,700 lines, and 580 in legacy/. Embedding and head take 2 (V + H) R elements of every slot, a
+Costs       some 1,100 lines, and 600 in legacy/. Embedding and head take 2 (V + H) R elements of every slot, a
             quarter of the demo model's slots at rank 32 and a tenth of Llama 3 8B's at rank 16 (docs/faq.md);
             `target_modules` leaves them out
 """

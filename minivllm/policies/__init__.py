@@ -8,7 +8,7 @@ Brings      choices for traffic that the core's answers (`lru`, `fcfs`) do not s
 Implements  `SchedulingPolicy` of core/scheduler.py; `MakeCache` of lora/tiers.py (`PolicyCache`). Of the simulator
             alone: `PrefetchPolicy`, `RoutingPolicy`
 Options     `eviction_policy`, `scheduling_policy`
-Costs       some 630 lines. A policy other than `fcfs` looks at one waiting request an adapter in each step
+Costs       some 640 lines. A policy other than `fcfs` looks at one waiting request an adapter in each step
 """
 
 from typing import TYPE_CHECKING

@@ -5,5 +5,5 @@ Brings      completions and chats as streams, adapters as models, metrics, a liv
             tokens came 53 ms later (server-h100-2026-11-22.json)
 Implements  an ASGI application around `minivllm.serving.AsyncLLM`; nothing of the engine's
 Options     those of `ServerSettings`: `minivllm serve --help`
-Costs       some 2,500 lines, and Starlette, uvicorn and prometheus_client (`pip install 'minivllm[serve]'`)
+Costs       some 2,700 lines, and Starlette, uvicorn and prometheus_client (`pip install 'minivllm[serve]'`)
 """

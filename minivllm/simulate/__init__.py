@@ -5,5 +5,5 @@ Brings      answers for traffic and hardware that are not at hand: 32 adapters i
             its 99th percentile; 2,000 adapters within 1.5, 2.7 and 15.5 % (docs/simulate.md: of 20)
 Implements  `ModelRunner`'s place is taken by a cost model; `Scheduler`, `AdapterTiers` and policies are the engine's
             own
-Costs       some 2,100 lines, and no time of an engine that does not simulate
+Costs       some 1,600 lines, and no time of an engine that does not simulate
 """

@@ -4,7 +4,7 @@ Brings      a sentence that names the options to lower, in the place of an error
             `minivllm.economics`, which says from a config.json what adapters take. Tests hold both to the bytes that
             are allocated (tests/sizing/test_slot_memory.py, tests/sizing/test_memory_accounting.py)
 Implements  `check_slots` of `ModelRunner`
-Costs       some 190 lines, and at the start the shapes of one model more, without values
+Costs       some 210 lines, and at the start the shapes of one model more, without values
 """
 
 from functools import partial

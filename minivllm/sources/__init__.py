@@ -6,7 +6,7 @@ Implements  of `LoRAExtensions`: `file_formats` (end of a file's name -> what re
             (what makes a local folder of a path), `read_request` (an adapter whose tensors a request brings). Of
             `AdapterRegistry`: `find_by_name` (an adapter by a name that the engine does not know). Of the product's
             engine: `find_model`
-Costs       some 490 lines. An adapter from a local folder runs none of it. huggingface_hub is imported for the first
+Costs       some 530 lines. An adapter from a local folder runs none of it. huggingface_hub is imported for the first
             id
 """
 
