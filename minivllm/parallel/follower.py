@@ -19,7 +19,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.parallel.other_ranks import is_of_others
 from minivllm.parallel.ranks import MakeRunner, config_of, join_ranks, make_rank_runner
-from minivllm.parallel.shared_reading import Seat, stamp_of
+from minivllm.parallel.shared_reading import Assignment, stamp_of
 from minivllm.parallel.step_messages import StepMessage, StepReader
 from minivllm.processes import receive, send
 
@@ -30,7 +30,7 @@ PARALLEL_READS = 2
 class Follower:
     """A rank's model and adapters. It decides nothing: rank 0 says which adapter is read, and which slot it is in.
 
-    adapters   number -> an adapter that was read; it has been told what to do with it by that number
+    adapters   number -> an adapter that was read, by the number that rank 0 gave it
     """
 
     def __init__(self, pipe: Connection, make_runner: MakeRunner) -> None:
@@ -39,18 +39,18 @@ class Follower:
         self._reader = StepReader()
         self._pool = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="minivllm-reader")
         self.adapters: dict[int, Future[LoRAModel]] = {}
-        self._seats: dict[int, Seat] = {}  # by adapter id
+        self._assigned: dict[int, Assignment] = {}  # by adapter id
 
     def serve(self, join: Callable[[], None], config: EngineConfig, rank: int) -> None:
-        """Until rank 0 says so, or is no more. What is raised here it is told."""
+        """Until rank 0 says so, or has ended. What is raised here is reported to it."""
         try:
             join()
             self.runner = make_rank_runner(config_of(rank, config), self._make_runner)
             with self.runner.cpu_threads.in_use():
                 self._obey()
         except (EOFError, ConnectionError):
-            return  # nobody would hear of anything
-        except BaseException as error:  # whatever it is, rank 0 must hear of it
+            return  # rank 0 has ended
+        except BaseException as error:  # of any kind, because rank 0 waits
             self._tell("failed", (is_of_others(error), message_of(error)))
 
     def _obey(self) -> None:
@@ -70,16 +70,16 @@ class Follower:
         gc.freeze()  # what is there by now stays: to look through it again and again would hold up steps on all ranks
 
     def launch(
-        self, message: StepMessage, seats: dict[int, Seat] | None, dropped: list[int], drawn: int
+        self, message: StepMessage, assigned: dict[int, Assignment] | None, dropped: list[int], drawn: int
     ) -> None:
         """Run a step.
 
-        seats     of all adapters in slots, by their ids; None = as in the step before
-        dropped   numbers of adapters that nobody will ask for
-        drawn     rows whose tokens rank 0 will share; 0 = the next step needs no others than the likeliest
+        assigned   the slots of all adapters that have one, by adapter id; None = as in the step before
+        dropped    numbers of adapters that nobody will ask for
+        drawn      rows whose tokens rank 0 will share; 0 = the next step needs no others than the likeliest
         """
-        if seats is not None:
-            self._seat(seats)
+        if assigned is not None:
+            self._assign(assigned)
         for number in dropped:
             self.adapters.pop(number, None)
         self.runner.launch_model(self._reader.read(message))
@@ -108,23 +108,22 @@ class Follower:
         error = future.exception()
         self._tell("answer", (number, None if error is None else message_of(error)))
 
-    def _seat(self, seats: dict[int, Seat]) -> None:
+    def _assign(self, assigned: dict[int, Assignment]) -> None:
         """Bring the slots into the state that rank 0's are in."""
         manager = self.runner.worker_manager.manager
-        for adapter_id in [i for i, seat in self._seats.items() if seats.get(i) != seat]:
+        for adapter_id in [i for i, old in self._assigned.items() if assigned.get(i) != old]:
             manager.remove_adapter(adapter_id)
-        for adapter_id, seat in seats.items():
-            if self._seats.get(adapter_id) == seat:
+        for adapter_id, assignment in assigned.items():
+            if self._assigned.get(adapter_id) == assignment:
                 continue
-            lora = self.adapters[seat.number].result()
-            if seat.pages:
-                from minivllm.gpu.pages.ledger import (
-                    ToldPages,  # where there are pages, minivllm.gpu is there
-                )
+            lora = self.adapters[assignment.number].result()
+            if assignment.pages:
+                # Where there are pages, minivllm.gpu is there.
+                from minivllm.gpu.pages.ledger import GivenPages
 
-                manager.pool.ledger.lender = ToldPages(seat.pages)
-            manager.place_adapter(lora, seat.slot)
-        self._seats = seats
+                manager.pool.ledger.lender = GivenPages(assignment.pages)
+            manager.place_adapter(lora, assignment.slot)
+        self._assigned = assigned
 
 
 def follow(pipe: Connection) -> None:

@@ -74,7 +74,7 @@ class LeadingExecutor(Executor):
         """Have the others run the step; at other times, as in a dummy run, nothing."""
         output, self._unsent = self._unsent, None
         if output is not None:
-            slots, dropped = (None, []) if self._reading is None else self._reading.news()
+            slots, dropped = (None, []) if self._reading is None else self._reading.changes()
             drawn = self._rows_to_share(output)
             self.others.tell("launch", self._writer.write(output), slots, dropped, drawn)
             self._unshared = drawn

@@ -24,7 +24,7 @@ RANK_PROCESS = "minivllm.parallel.rank_process"
 SECONDS_TO_HEAR = 2.0
 # The first to tell of its end may have been broken off by another's.
 SECONDS_TO_BLAME = 0.2
-# For whoever is told to stop; then it is killed.
+# For a process that is asked to stop; then it is killed.
 SECONDS_TO_STOP = 3.0
 # A process that a signal has stopped (SIGSTOP) may be continued. After so long it has ended for all others, who wait.
 SECONDS_STOPPED = 30.0
@@ -69,7 +69,7 @@ class OtherRanks:
                 send(pipe, message)
         ready.result()
 
-    # ---- what they are told ---------------------------------------------------------------------------------
+    # ---- messages to them -----------------------------------------------------------------------------------
 
     def tell(self, name: str, *args: Any) -> None:
         """Have all of them call a method of `Follower`. EngineDeadError when one has ended."""
@@ -114,10 +114,10 @@ class OtherRanks:
             raise self.error from error
         self.check()
 
-    # ---- what they tell -------------------------------------------------------------------------------------
+    # ---- messages from them ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        told: dict[int, tuple[bool, str]] = {}
+        failed: dict[int, tuple[bool, str]] = {}
         looks: Counter[int] = Counter()
         while not self._is_closing and self.error is None:
             telling = wait(self.pipes, SECONDS_BETWEEN_LOOKS)
@@ -128,10 +128,10 @@ class OtherRanks:
                 try:
                     name, value = receive(pipe)
                 except (EOFError, OSError):
-                    self._look_for_the_first(rank, told)
+                    self._look_for_the_first(rank, failed)
                     return
                 if name == "failed":
-                    told[rank] = value
+                    failed[rank] = value
                 else:
                     self._note(rank, *value)
 
@@ -153,26 +153,26 @@ class OtherRanks:
             if future.set_running_or_notify_cancel():
                 future.set_result({rank: said for rank, said in answers.items() if said is not None})
 
-    def _look_for_the_first(self, ended: int, told: dict[int, tuple[bool, str]]) -> None:
+    def _look_for_the_first(self, ended: int, failed: dict[int, tuple[bool, str]]) -> None:
         """Of several that end one after another, the first without a word was killed; others' ends follow from it.
 
-        told   rank -> whether its error came from a collective, and its error
+        failed   rank -> whether its error came from a collective, and its error
         """
         if self._is_closing:
             return
         time.sleep(SECONDS_TO_BLAME)
         for rank, pipe in enumerate(self.pipes, start=1):
             with suppress(EOFError, OSError):
-                while rank not in told and pipe.poll():
+                while rank not in failed and pipe.poll():
                     name, value = receive(pipe)
                     if name == "failed":
-                        told[rank] = value
-        told.setdefault(ended, (False, self._how_it_ended(ended)))
+                        failed[rank] = value
+        failed.setdefault(ended, (False, self._how_it_ended(ended)))
         silent = [rank for rank, process in enumerate(self.processes, start=1) if process.poll() is not None]
         for rank in silent:
-            told.setdefault(rank, (False, self._how_it_ended(rank)))
-        first = min(told, key=lambda rank: (told[rank][0], rank != ended))
-        self._die(first, told[first][1])
+            failed.setdefault(rank, (False, self._how_it_ended(rank)))
+        first = min(failed, key=lambda rank: (failed[rank][0], rank != ended))
+        self._die(first, failed[first][1])
 
     def _how_it_ended(self, rank: int) -> str:
         return (
@@ -209,7 +209,7 @@ class OtherRanks:
             process.wait()
 
     def close(self) -> None:
-        """End them, when they have done what they were told; whoever takes too long is killed."""
+        """End them once they have done what they were asked to; one that takes too long is killed."""
         self._is_closing = True
         until = time.monotonic() + SECONDS_TO_STOP
         with suppress(EngineDeadError):

@@ -16,10 +16,10 @@ from minivllm.lora.request import LoRARequest
 from minivllm.parallel.other_ranks import OtherRanks
 
 
-class Seat(NamedTuple):
-    """Where an adapter is.
+class Assignment(NamedTuple):
+    """The slot of an adapter, as rank 0 has decided it.
 
-    number   that it was read by    pages   of the slot, where slots are made of pages
+    number   that the adapter was read by    pages   of the slot, where slots are made of pages
     """
 
     slot: int
@@ -39,7 +39,7 @@ class SharedSource(AdapterSource):
         # Adapter -> the number that the others know it by.
         self._number_of: weakref.WeakKeyDictionary[LoRAModel, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # numbers that nobody here has any more
-        self._seats: dict[int, Seat] = {}  # by adapter id, that the others know
+        self._assigned: dict[int, Assignment] = {}  # by adapter id, that the others know
         self.manager = source.manager
         self._pool = getattr(self.manager.punica_wrapper, "pool", None)
 
@@ -52,7 +52,7 @@ class SharedSource(AdapterSource):
             try:
                 sources = self.manager.extensions.folder_sources
                 folder = find_adapter_folder(lora_request.lora_path, sources)
-            except Exception:  # whatever it is, it is raised again here, and told
+            except Exception:  # whatever it is, it is raised again here, and reported
                 return self.source.load(lora_request)
             # One folder for all, whatever a name may lead to by and by.
             lora_request = replace(lora_request, lora_path=folder)
@@ -71,18 +71,20 @@ class SharedSource(AdapterSource):
         weakref.finalize(lora, self._dropped.append, number).atexit = False
         return lora
 
-    def news(self) -> tuple[dict[int, Seat] | None, list[int]]:
-        """For the others' next step: the seats by adapter id if they are others than last time, and what they may
-        forget."""
+    def changes(self) -> tuple[dict[int, Assignment] | None, list[int]]:
+        """Since the last call, for the others' next step.
+
+        The slots of all adapters, by adapter id, or None if they are the same; and numbers of adapters to forget.
+        """
         adapters, slots = self.manager.tiers.memory, self.manager.tiers.slots
         pages = self._pool.ledger.held if self._pool is not None else {}
-        seats = {
-            i: Seat(slot, self._number_of[adapters[i]], tuple(pages.get(slot, ())))
+        assigned = {
+            i: Assignment(slot, self._number_of[adapters[i]], tuple(pages.get(slot, ())))
             for i, slot in slots.items()
         }
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        is_new, self._seats = seats != self._seats, seats
-        return seats if is_new else None, dropped
+        is_new, self._assigned = assigned != self._assigned, assigned
+        return assigned if is_new else None, dropped
 
 
 def stamp_of(lora_request: LoRARequest) -> object:

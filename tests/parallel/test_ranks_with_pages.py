@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.gpu.pages.ledger import PageLedger, ToldPages
+from minivllm.gpu.pages.ledger import GivenPages, PageLedger
 from tests.worlds.engines import greedy, tiny_world, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -11,7 +11,7 @@ PROMPT = [5, 6, 7, 8, 9]
 def test_a_slot_gets_the_pages_that_were_told():
     ledger = PageLedger(8)
     for adapter_id, pages in ((7, [2, 5]), (9, [0])):
-        ledger.lender = ToldPages(pages)
+        ledger.lender = GivenPages(pages)
 
         ledger.reserve(adapter_id, len(pages))
         ledger.assign(adapter_id, adapter_id, len(pages))

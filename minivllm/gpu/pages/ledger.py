@@ -36,8 +36,8 @@ class OwnPages:
         """Nobody else wants it."""
 
 
-class ToldPages(OwnPages):
-    """A lender of just the pages that the slot has on another rank."""
+class GivenPages(OwnPages):
+    """A lender of just the pages that rank 0 has given the slot."""
 
     def __init__(self, pages: Sequence[int]) -> None:
         self._pages = list(pages)
@@ -47,7 +47,7 @@ class ToldPages(OwnPages):
 
 
 class PageLedger:
-    """Deals pages to slots, and keeps some for adapters that are about to come into one.
+    """Gives slots their pages, and keeps some for adapters that are about to come into one.
 
     count     pages; those with high numbers go first, since KV blocks with low numbers do
     lender    is asked for each page
