@@ -11,13 +11,11 @@ the next one; without pauses that double, every trial on all threads would cost 
 
 import contextlib
 import ctypes
-import functools
 import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +27,8 @@ from minivllm.config import EngineConfig
 SLOW, DRIFT = 2.0, 1.01
 # All threads are tried again after a pause that doubles each time, in seconds.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+# Of the OpenMP that PyTorch is linked to; None where that is another library.
+OMP_SET_NUM_THREADS = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
 
 
 class CPUThreads:
@@ -50,9 +50,8 @@ class CPUThreads:
         self.number = self.most = most
         self.reason, self.clock = reason, clock
         self.stalls = stalls if most > 1 else None
-        self._expected: defaultdict[int, float] = defaultdict(
-            lambda: math.inf
-        )  # seconds, by the size of a step
+        # Seconds, by the size of a step.
+        self._expected: defaultdict[int, float] = defaultdict(lambda: math.inf)
         self._pause, self._until = FIRST_PAUSE, math.inf
         self.choose()
 
@@ -148,18 +147,7 @@ def set_num_threads(number: int) -> None:
     product in attention, which is one already, starts threads of its own and takes twice as long.
     """
     torch.get_num_threads()  # a thread's first question sets its number; it has to come before ours
-    if set_in_openmp := _openmp():
-        set_in_openmp(number)
+    if OMP_SET_NUM_THREADS is not None:
+        OMP_SET_NUM_THREADS(number)
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
-
-
-@functools.cache
-def _openmp() -> Callable[[int], None] | None:
-    """`omp_set_num_threads` of the OpenMP that PyTorch brings along; None where it brings none."""
-    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):
-        if path.name.startswith(("libgomp", "libiomp", "libomp")):
-            function = ctypes.CDLL(str(path)).omp_set_num_threads
-            function.argtypes, function.restype = [ctypes.c_int], None
-            return function
-    return None

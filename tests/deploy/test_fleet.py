@@ -22,10 +22,17 @@ from minivllm.server.errors import MOST_CHARACTERS
 from minivllm.serving.async_llm import AsyncLLM
 from tests.worlds.engines import tiny_world
 from tests.worlds.processes import hold_after
-from tests.worlds.servers import BASE_NAME, Answers, client_of, served, tokenizer_with_template
+from tests.worlds.servers import (
+    BASE_NAME,
+    GREEDY,
+    Answers,
+    client_of,
+    order,
+    served,
+    text_of,
+    tokenizer_with_template,
+)
 from tests.worlds.waiting import PATIENCE, wait_until
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +73,6 @@ def client(server):
 def http(server):
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         yield http
-
-
-def order(http, what, name, path=None, **more):
-    body = {"lora_name": name, **({} if path is None else {"lora_path": str(path)}), **more}
-    return http.post(f"/v1/{what}_lora_adapter", json=body)
-
-
-def text_of(client, model, prompt="a tale", **more):
-    return client.completions.create(model=model, prompt=prompt, **{**GREEDY, **more}).choices[0].text
 
 
 def test_every_engine_answers_for_every_name_as_peft_does(client, answers):

@@ -14,12 +14,11 @@ from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.manifest import serve_config
 from tests.worlds.engines import OPTIONS, tiny_world
 from tests.worlds.processes import end_process, parent_pid, tokens_made
-from tests.worlds.servers import BASE_NAME, Answers
+from tests.worlds.servers import BASE_NAME, GREEDY, Answers, order, text_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ray]
 
 PORT = 8719
-GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +74,6 @@ def http(fleet):
 @pytest.fixture(scope="module")
 def answers(world):
     return Answers(world)
-
-
-def order(http, what, name, path, **more):
-    body = {"lora_name": name, "lora_path": str(path), **more}
-    return http.post(f"/v1/{what}_lora_adapter", json=body)
-
-
-def text_of(client, model, prompt="a tale", **more):
-    return client.completions.create(model=model, prompt=prompt, **{**GREEDY, **more}).choices[0].text
 
 
 def replicas(fleet):

@@ -20,10 +20,18 @@ from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 from tests.oracles.peft import Oracle
 from tests.worlds.adapters import ADAPTERS, save_adapter
 from tests.worlds.engines import tiny_world
-from tests.worlds.servers import BASE_NAME, Answers, client_of, held_up, served, serving
+from tests.worlds.servers import (
+    BASE_NAME,
+    GREEDY,
+    Answers,
+    client_of,
+    held_up,
+    order,
+    served,
+    serving,
+    text_of,
+)
 from tests.worlds.waiting import PATIENCE, wait_until
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +70,6 @@ def client(server):
 def http(server):
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         yield http
-
-
-def order(http, what, name, path=None, **more):
-    body = {"lora_name": name, **({} if path is None else {"lora_path": str(path)}), **more}
-    return http.post(f"/v1/{what}_lora_adapter", json=body)
-
-
-def text_of(client, model, prompt="a tale", **more):
-    return client.completions.create(model=model, prompt=prompt, **{**GREEDY, **more}).choices[0].text
 
 
 def adapters(http):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -299,10 +300,9 @@ def test_a_second_signal_ends_the_command(world, number, status):
     assert "Traceback" not in log, log
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=lambda n: n.name
-)
-def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
+@contextmanager
+def command_of(world, *options):
+    """`minivllm serve` once it serves: the process and its address."""
     command = [
         sys.executable,
         "-m",
@@ -311,15 +311,25 @@ def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
         str(world.base),
         "--port",
         "0",
-        "--dtype",
-        "float64",
+        "--device",
+        "cpu",
     ]
-    command += ["--lora-modules", f"qv={world.path('qv')}", "--served-model-name", "tiny", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         while "Serving" not in (line := process.stderr.readline()):
             assert process.poll() is None, line
-        url = line.split()[-1].removesuffix("/v1")
+        yield process, line.split()[-1].removesuffix("/v1")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=lambda n: n.name
+)
+def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
+    adapter = "--lora-modules", f"qv={world.path('qv')}"
+    with command_of(world, "--dtype", "float64", *adapter, "--served-model-name", "tiny") as (process, url):
         answers = []
 
         def ask():
@@ -337,29 +347,12 @@ def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
         thread.join()
 
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
     assert answers[0].json()["choices"][0]["text"] == Answers(world).text("qv", "bye", 100)
 
 
 def test_the_command_ends_when_its_engine_has_died(world):
     """So that what watches it starts it again; docker and systemd look at processes, not at /health."""
-    command = [
-        sys.executable,
-        "-m",
-        "minivllm.cli",
-        "serve",
-        str(world.base),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        while "Serving" not in (line := process.stderr.readline()):
-            assert process.poll() is None, line
+    with command_of(world) as (process, _):
         lists = Path(f"/proc/{process.pid}/task").glob("*/children")
         children = [pid for each in lists for pid in each.read_text().split()]
         named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
@@ -368,8 +361,5 @@ def test_the_command_ends_when_its_engine_has_died(world):
         log = process.stderr.read()
 
         assert process.wait(PATIENCE) == 2
-    finally:
-        process.kill()
-        process.wait()
     assert "error: the engine's process has ended (killed by signal 9)" in log
     assert "Traceback" not in log, log

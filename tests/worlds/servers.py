@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import httpx
 from openai import OpenAI
 
 from minivllm.lora.request import LoRARequest
@@ -20,6 +21,9 @@ from tests.worlds.waiting import PATIENCE
 
 BASE_NAME = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}assistant:"
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
 def tokenizer_with_template() -> object:
@@ -110,3 +114,14 @@ class Answers:
     def chat(self, name: str | None, messages: list[dict], max_tokens: int = 8) -> str:
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False)
         return self.text(name, prompt, max_tokens)
+
+
+def order(http: httpx.Client, what: str, name: str, path: object = None, **more: object) -> httpx.Response:
+    """The answer to an order: `what` is load, unload, pin or unpin."""
+    body = {"lora_name": name, **({} if path is None else {"lora_path": str(path)}), **more}
+    return http.post(f"/v1/{what}_lora_adapter", json=body)
+
+
+def text_of(client: OpenAI, model: str, prompt: str = "a tale", **more: object) -> str:
+    """What a model answers, greedily."""
+    return client.completions.create(model=model, prompt=prompt, **{**GREEDY, **more}).choices[0].text
