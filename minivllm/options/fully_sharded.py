@@ -1,9 +1,9 @@
-"""Adapters of which processes share out both A and B. Stands for the `*WithShardedLoRA` of vllm/lora/layers (v0.22.1).
+"""Fully sharded adapters: both A and B are cut among the processes (S-LoRA, https://arxiv.org/abs/2311.03285).
 
-S-LoRA, https://arxiv.org/abs/2311.03285. Of a column-parallel linear every process would have all of A, of others
-all of B. Here these are shared out, too. No process then has all of h = A · x. So they meet once more for every
-linear, over rank-sized rows. So they do for experts (sharded_experts.py). Adapters on the ends of a model have one of
-the two whole all the same.
+Stands for the `*WithShardedLoRA` of vllm/lora/layers (v0.22.1). Plain tensor parallelism leaves each process the whole
+A of a column-parallel linear, and the whole B of a row-parallel one. When these are cut, too, no process has all of
+h = A · x, so each linear takes one more collective, over rank-sized rows. Experts likewise (sharded_experts.py).
+Adapters on the embedding and the head keep one of the two whole.
 """
 
 from dataclasses import replace

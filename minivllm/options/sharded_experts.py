@@ -1,4 +1,4 @@
-"""Adapters on experts of which processes share out both A and B.
+"""Fully sharded adapters on experts: both A and B are cut among the processes.
 
 Stands for `fully_sharded` in vllm/lora/layers/fused_moe.py (v0.22.1). As for linears: w13 is column-parallel, w2 is
 row-parallel, and the rows are pairs of a token and an expert.
