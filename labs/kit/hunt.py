@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from labs.kit.hunt_files import handed_out, whole
 from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import ROOT, LabError
 
@@ -53,7 +54,7 @@ class Fault:
     what: str
     edits: list[Edit]
 
-    def sources(self) -> dict[str, Source]:
+    def texts(self) -> dict[str, str]:
         """Every module that it changes, with the mistake in it. LabError where an edit does not fit the engine."""
         texts: dict[str, str] = {}
         for module, old, new in self.edits:
@@ -70,10 +71,14 @@ class Fault:
                 raise LabError(
                     f"fault {self.name}: it leaves a {module} that does not parse: {error}"
                 ) from error
+        return texts
+
+    def sources(self) -> dict[str, Source]:
+        """What is loaded in the place of every module that it changes. LabError as of `texts`."""
         return {
             # No such file: it is read from linecache.
             module: Source(f"{engine_file(module)} [hunt]", _MARKERS.sub("", text))
-            for module, text in texts.items()
+            for module, text in self.texts().items()
         }
 
 
@@ -160,22 +165,43 @@ class Hunt:
         """Where the learner mends a module."""
         return self.folder / "fixes" / f"{self.id:02}_{module.rpartition('.')[2]}.py"
 
-    def fixes(self) -> dict[str, Source]:
-        """The learner's copies of the broken modules, as far as they are there."""
-        files = {module: self.fix_file(module) for module in self.modules}
+    def handed_out(self) -> dict[str, str]:
+        """Each broken module as the learner gets it, see `hunt_files`."""
         return {
-            module: Source(str(path), path.read_text(encoding="utf-8"))
-            for module, path in files.items()
-            if path.is_file()
+            module: handed_out(engine_file(module).read_text(encoding="utf-8"), text, module)
+            for module, text in self.faults[0].texts().items()
         }
+
+    def fix_texts(self) -> dict[str, str]:
+        """The learner's copies of the broken modules as they stand, as far as they are there."""
+        files = {module: self.fix_file(module) for module in self.modules}
+        return {module: path.read_text(encoding="utf-8") for module, path in files.items() if path.is_file()}
+
+    def fixes(self) -> dict[str, Source]:
+        """The learner's copies, with our code in the place of what is left out of them.
+
+        LabError where the lines that say what is left out are not there any more.
+        """
+        found, broken = {}, self.faults[0].texts()
+        for module, text in self.fix_texts().items():
+            path, sound = self.fix_file(module), engine_file(module).read_text(encoding="utf-8")
+            try:
+                found[module] = Source(str(path), *whole(text, sound, broken[module], path.name))
+            except LabError as error:
+                raise LabError(
+                    f"{path.relative_to(self.root)}: leave the lines '# region lab ...' and '# endregion' as they "
+                    "were, since code that is left out is put back between them; "
+                    f"`lab reset {self.number}` begins again, and keeps a copy"
+                ) from error
+        return found
 
     def hand_out(self) -> list[Path]:
         """Write a copy of each broken module for the learner to mend, unless there is one. Returns all of them."""
-        for module, source in self.broken().items():
+        for module, text in self.handed_out().items():
             path = self.fix_file(module)
             path.parent.mkdir(exist_ok=True)
             if not path.exists():
-                path.write_text(source.text, encoding="utf-8")
+                path.write_text(text, encoding="utf-8")
         return [self.fix_file(module) for module in self.modules]
 
     def test_text(self) -> str:
@@ -188,7 +214,7 @@ class Hunt:
 
     def digest(self, with_fixes: bool = True) -> str:
         """Of all that the learner has written for it, or of the test alone."""
-        texts = [self.test_text(), *(s.text for s in self.fixes().values() if with_fixes)]
+        texts = [self.test_text(), *(self.fix_texts().values() if with_fixes else ())]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
     def state(self, progress: "Progress") -> str:

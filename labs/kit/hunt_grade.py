@@ -52,10 +52,9 @@ def grade_hunt(hunt: Hunt, is_right: bool = False) -> HuntGrade:
     if problems:
         return HuntGrade(hunt, "failed", "test", problems, seconds=seconds)
     hunt.hand_out()
-    fixes = hunt.fixes()
-    if all(fixes[module].text == source.text for module, source in hunt.broken().items()):
+    if hunt.fix_texts() == hunt.handed_out():
         return HuntGrade(hunt, "todo", "fix", [], seconds=seconds)
-    problems, more = grade_fix(hunt, fixes)
+    problems, more = grade_fix(hunt, hunt.fixes())
     state = "failed" if problems else "passed"
     return HuntGrade(hunt, state, "fix", problems, hunt.digest(), seconds + more)
 

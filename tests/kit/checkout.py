@@ -59,6 +59,12 @@ class Checkout:
             text=True,
         )
 
+    def shell(self, command: str) -> subprocess.CompletedProcess:
+        """A command line as somebody types it in the copy, with this Python's programs."""
+        env = environment(self.root, None)
+        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+        return subprocess.run(command, shell=True, cwd=self.root, env=env, capture_output=True, text=True)
+
     def execute(self, code: str, labs: str | None = None) -> subprocess.CompletedProcess:
         """What `run` would give for `-c` and the code, but that torch is there already."""
         return self._serve(["-c", code], labs)

@@ -1,19 +1,23 @@
 """Bug hunts: each fault applies and is seen, and the grader takes right tests and right fixes alone."""
 
+import ast
+import io
 import re
 import sys
 from difflib import SequenceMatcher
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 
 import pytest
 
 from labs.kit import hunt_grade
 from labs.kit.forks import Job, Outcome, Result
 from labs.kit.hunt import PHASE, read_hunts
+from labs.kit.hunt_files import WITH_DOCSTRING, whole
 from labs.kit.hunt_rules import source_reading
 from labs.kit.mutants import picked
 from labs.kit.overlay import engine_file
-from labs.kit.regions import LabError
+from labs.kit.regions import LabError, read_engine
 
 sys.path.append(str(Path(__file__).parents[1] / "kit"))
 from checkout import Checkout
@@ -71,6 +75,10 @@ def test_a_hunt_has_a_post_mortem(hunt):
     assert part, "no post-mortem"
     assert len(part[0].split()) >= 80
     assert [number for number in re.findall(r"\[#(\d+)\]", row) if f"#{number}" not in part[0]] == []
+    [upstream] = re.findall(r"^\*\*Upstream today\.\*\* (.*)$", part[0], re.MULTILINE)
+    assert upstream.startswith("No open issue is known.") or re.search(
+        r"\[#\d+\]\(https://github\.com/", upstream
+    )
 
 
 @each
@@ -82,6 +90,75 @@ def test_every_form_of_a_fault_fits_the_engine_and_changes_it(hunt):
             assert source.text != engine_file(module).read_text(), fault.name
         assert fault.what.endswith(".")
     assert len(names) == len(set(names)) == 3
+
+
+def without_docstrings(text):
+    """A module's syntax tree, in which nothing is left that is only read by people."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+@each
+def test_what_is_mended_says_nothing_of_what_is_right(hunt):
+    """Docstrings and comments do, and so do the titles of exercises."""
+    for text in hunt.handed_out().values():
+        comments = [t.string for t in generate_tokens(io.StringIO(text).readline) if t.type == COMMENT]
+
+        documented = [
+            n for n in ast.walk(ast.parse(text)) if isinstance(n, WITH_DOCSTRING) and ast.get_docstring(n)
+        ]
+        assert documented == []
+        allowed = r"# endregion|# region lab [\d.]+: code of an exercise|# lab [\d.]+: our code runs here"
+        assert [comment for comment in comments if not re.fullmatch(allowed, comment)] == []
+
+
+@each
+def test_what_is_mended_holds_no_answer_of_an_exercise_that_the_fault_is_not_in(hunt):
+    for module, text in hunt.handed_out().items():
+        given = bodies(text)
+        for number, exercise in read_engine().items():
+            changed = [edit for edit in hunt.faults[0].edits if edit.module == module]
+            if exercise.module != module or any(in_regions(exercise, edit.old) for edit in changed):
+                continue
+
+            answers = bodies(exercise.code())
+
+            assert answers
+            assert answers & given == set(), number
+            assert f"lab {number}: our code runs here" in text
+
+
+def bodies(text):
+    """What functions do, each with its name."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    said = [ast.get_docstring(node) is not None for node in functions]
+    return {
+        (n.name, ast.unparse(n.body[has_docstring:]))
+        for n, has_docstring in zip(functions, said, strict=True)
+    }
+
+
+def in_regions(exercise, old):
+    """Whether the text that a fault replaces, which is in the module once, reaches into one of the regions."""
+    first = exercise.text[: exercise.text.index(old)].count("\n")
+    last = first + old.rstrip("\n").count("\n") + 1
+    return any(first < region.stop and region.start < last for region in exercise.regions)
+
+
+@each
+def test_what_is_mended_is_the_broken_module_once_our_code_is_put_back(hunt):
+    for module, text in hunt.handed_out().items():
+        sound, broken = engine_file(module).read_text(), hunt.faults[0].texts()[module]
+
+        put_together, lines = whole(text, sound, broken, module)
+
+        assert without_docstrings(put_together) == without_docstrings(broken)
+        if lines is not None:
+            assert len(lines) == len(put_together.split("\n"))
+            assert max(lines) <= len(text.split("\n"))
 
 
 @each
@@ -353,13 +430,35 @@ def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):
     assert first.returncode == 1
     assert "Your test is right" in first.stdout
     fix = hunt.fix_file(module)
-    assert fix.read_text() == hunt.broken()[module].text
+    given = fix.read_text()
+    assert given == hunt.handed_out()[module]
     fix.write_text(hunt.faults[1].sources()[module].text)
     assert "fails on your fix" in checkout.lab("hunt", "17", "--check").stdout
-    fix.write_text(engine_file(module).read_text())
+    fix.write_text(given.replace("# endregion", ""))
+    lost = checkout.lab("hunt", "17", "--check")
+    assert "leave the lines '# region lab ...'" in lost.stdout + lost.stderr
+    [edit] = hunt.faults[0].edits
+    assert given.count(edit.new) == 1
+    fix.write_text(given.replace(edit.new, edit.old))
     last = checkout.lab("hunt", "17", "--check")
     assert last.returncode == 0, last.stdout
     assert "✓ 8.17" in checkout.lab("hunt").stdout
+
+
+@some_nightly_all
+def test_the_commands_that_a_hunt_prints_work_as_printed(checkout, chosen):
+    for hunt in (read_hunts(checkout.root)[number] for number in chosen):
+        before = hunt.test_file.read_text()
+        hunt.test_file.write_text(reference(hunt).read_text())
+        said = checkout.lab("hunt", str(hunt.id)).stdout
+
+        broken, sound = re.findall(
+            r"^ {5}(\S.*?)   runs it on the (?:broken engine|sound one)$", said, re.MULTILINE
+        )
+
+        assert checkout.shell(broken).returncode == 1, hunt.number
+        assert checkout.shell(sound).returncode == 0, hunt.number
+        hunt.test_file.write_text(before)
 
 
 def test_a_command_runs_on_the_broken_engine(checkout):

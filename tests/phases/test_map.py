@@ -23,6 +23,7 @@ def table(header):
 
 
 ROWS = table("| vLLM | here | what differs, and why |")
+SINCE = table("| part | in 0.33.0 | what has changed, and what has not |")
 NOT_HERE = table("| in vLLM | why it is not here |")
 GONE = "vLLM up to "  # what 0.22.1 does not have any more
 
@@ -114,3 +115,16 @@ def test_what_is_not_here_is_in_vllm_and_not_here(row, defined):
     assert names - set(VLLM["names"]) == set(), "not in vLLM 0.22.1"
     assert paths - set(VLLM["paths"]) == set(), "not in vLLM 0.22.1"
     assert names & defined == set(), "it is here by now"
+
+
+@pytest.mark.parametrize("row", SINCE, ids=lambda row: row[0])
+def test_what_has_changed_since_is_said_of_files_and_names_of_the_later_version(row):
+    _, middle, changes = row
+    paths = {token for token in IN_BACKTICKS.findall(middle) if PATH.fullmatch(token)}
+    names = {name for name in names_of(middle) if looks_like_a_name(name)}
+
+    assert paths, "no file of vLLM"
+    assert paths - set(VLLM["later"]["paths"]) == set(), "not in vLLM 0.33.0"
+    assert names - set(VLLM["later"]["names"]) == set(), "not in vLLM 0.33.0"
+    known = {*VLLM["names"], *VLLM["later"]["names"]}
+    assert {name for name in names_of(changes) if looks_like_a_name(name)} - known == set(), "in neither"

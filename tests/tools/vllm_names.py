@@ -1,7 +1,7 @@
-"""Which names vLLM 0.22.1 has, for those that the chapters cite.
+"""Which names vLLM 0.22.1 has, for those that the chapters cite, and 0.33.0, for what has changed since.
 
-`python -m tests.tools.vllm_names <package folder of vLLM 0.22.1>` writes vllm_names.json, and only that needs vLLM.
-Tests read the file.
+`python -m tests.tools.vllm_names <package folder of vLLM 0.22.1> <that of 0.33.0>` writes vllm_names.json, and only
+that needs vLLM. Tests read the file.
 """
 
 import json
@@ -39,18 +39,40 @@ def pages() -> list[Path]:
     )
 
 
-def main(package: Path) -> None:
-    tokens = set().union(*(cited(page.read_text()) for page in pages()))
-    wanted = {part for token in tokens if looks_like_a_name(token) for part in parts_of(token)}
-    sources = {path: path.read_text(errors="replace") for path in package.rglob("*.py")}
-    there = {name for text in sources.values() for name in wanted & set(re.findall(r"\w+", text))}
-    paths = {token.rstrip("/") for token in tokens if PATH.fullmatch(token)}
-    known = sorted(path for path in paths if (package.parent / path).exists())
-    FILE.write_text(
-        json.dumps({"version": "0.22.1", "paths": known, "names": sorted(there)}, indent=1) + "\n"
+def since() -> str:
+    """The map's section on what has changed since 0.22.1."""
+    return (
+        (ROOT / "docs" / "map-to-vllm.md")
+        .read_text()
+        .split("## Since vLLM 0.22.1\n")[1]
+        .partition("\n## ")[0]
     )
-    print(f"{len(there)} names and {len(known)} paths; not there: {sorted(paths - set(known))}")
+
+
+def cited_at(package: Path, tokens: set[str]) -> dict[str, list[str]]:
+    """Those of the tokens that this package of vLLM has, as paths and as names."""
+    wanted = {part for token in tokens if looks_like_a_name(token) for part in parts_of(token)}
+    there = {
+        name
+        for path in package.rglob("*.py")
+        for name in wanted & set(re.findall(r"\w+", path.read_text(errors="replace")))
+    }
+    paths = {token.rstrip("/") for token in tokens if PATH.fullmatch(token)}
+    return {
+        "paths": sorted(path for path in paths if (package.parent / path).exists()),
+        "names": sorted(there),
+    }
+
+
+def main(package: Path, later: Path) -> None:
+    tokens = set().union(*(cited(page.read_text()) for page in pages()))
+    found = {"version": "0.22.1", **cited_at(package, tokens)}
+    found["later"] = {"version": "0.33.0", **cited_at(later, cited(since()))}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        f"{len(found['names'])} names and {len(found['paths'])} paths; {len(found['later']['names'])} later ones"
+    )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:3]))
