@@ -11,20 +11,21 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 class Slots:
     """S slots of one layer, for an adapter each: n pairs of A and B, in memory that never moves.
 
-    a           n buffers (S, E, R, K_i); a slot's A in rows 0..r-1, zeros past them. E is 1 but for experts
-    b           n buffers (S, E, N_i, R), likewise in columns 0..r-1
-    beside      what options keep in a slot beside A and B: name -> n tables (S, rows, columns). {} for most layers
-    live_ranks  [slice][slot] rank in use, 0 where the slot has nothing for this slice
+    a           one buffer for each slice. An adapter's A (r, K_i) is the first rows of a[i][slot, expert]
+    b           likewise; its B (N_i, r) is the first columns of b[i][slot, expert]
+    beside      what options keep in a slot beside A and B: name -> n tables (S, rows, columns)
+    live_ranks  [slice][slot] rank in use
+    _live       slot -> what `live` has worked out since the slot was written
+
+    Backends may multiply by all R rows and columns of a slot, whatever the rank of the adapter in it. A layer without
+    experts is a layer with one.
 
     A backend may use a subclass with buffers elsewhere (`Backend.place`): they need not be contiguous, nor separate.
     """
 
     # region lab 2.1: room for S adapters
     def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """n buffers each, all zeros: nothing is live, and nothing is beside them.
-
-        `_live` is an empty dict: slot -> what `live` has worked out for it.
-        """
+        """Slots in buffers that are there already, and into which no adapter was written yet."""
         self.a, self.b = tuple(a), tuple(b)
         self.beside: dict[str, tuple[torch.Tensor, ...]] = {}
         self.live_ranks = [[0] * len(buffer) for buffer in self.a]
@@ -40,10 +41,10 @@ class Slots:
         device: torch.device | str,
         experts: int = 1,
     ) -> "Slots":
-        """S empty slots. Made once: no adapter that comes later allocates or frees anything.
+        """Slots for all adapters that will ever come: none of them allocates or frees anything.
 
-        slots   S; rows of the base model need none    rank   R, the largest that an adapter may have
-        sizes   K_i and N_i of each slice              experts   E
+        slots   S adapters at a time, beside rows of the base model    rank   R, the largest that an adapter may have
+        sizes   K_i and N_i of each slice                              experts   E
         """
         a = [torch.zeros(slots, experts, rank, width, dtype=dtype, device=device) for width, _ in sizes]
         b = [torch.zeros(slots, experts, height, rank, dtype=dtype, device=device) for _, height in sizes]
