@@ -227,6 +227,34 @@ def test_the_incidents_own_test_fails_with_the_fault(checkout, chosen):
     assert sorted(lines) == sorted(f"{number} True" for number in chosen)
 
 
+@some_nightly_all
+def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mended(checkout, chosen):
+    code = (
+        "from labs.kit.forks import run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_files import handed_out, whole\n"
+        "from labs.kit.hunt_grade import incident_job\n"
+        "from labs.kit.overlay import Source, engine_file\n"
+        "jobs = []\n"
+        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
+        "    given, mended = {}, {}\n"
+        "    for module, broken in hunt.faults[0].texts().items():\n"
+        "        sound = engine_file(module).read_text()\n"
+        "        path = str(hunt.fix_file(module))\n"
+        "        given[module] = Source(path, *whole(hunt.handed_out()[module], sound, broken, module))\n"
+        "        mended[module] = Source(path, *whole(handed_out(broken, sound, module), sound, broken, module))\n"
+        "    jobs += [incident_job(hunt, (hunt.number, 'given'), given)]\n"
+        "    jobs += [incident_job(hunt, (hunt.number, 'mended'), mended)]\n"
+        "for job, outcome in run(jobs):\n"
+        "    print(*job.key, 'passes' if outcome.passed else 'fails')\n"
+    )
+
+    lines = ask(checkout, code)
+
+    expected = {f"{number} {which}" for number in chosen for which in ("given fails", "mended passes")}
+    assert set(lines) == expected
+
+
 MENDED = ["8.4", "8.8", "8.12", "8.13"]  # half a fix of these was taken once
 
 
