@@ -23,11 +23,16 @@ class SeveralValues(typer.core.TyperCommand):
 
 
 def repeated(args: Sequence[str]) -> Iterator[str]:
-    """The same arguments, with the option before each of its values."""
+    """The same arguments, with the option before each of its values; `--model M` is the argument M, as in vLLM."""
     option = None
     for last, argument in zip(["", *args], args):
+        if argument == "--model":
+            option = None
+            continue
         if last == "--lora-modules":
             option = last
+        elif argument.startswith("--model="):
+            option, argument = None, argument.removeprefix("--model=")
         elif argument.startswith("-"):
             option = None
         elif option and (argument.startswith("{") or "=" in argument):

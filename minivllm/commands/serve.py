@@ -28,6 +28,12 @@ SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes"
 MODULE_FORM = '{"name": ..., "path": ..., "base_model_name": ...}'
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY_VARIABLE = "MINIVLLM_API_KEY"
+# Variables of vLLM's server -> what stands for each here, and the option that somebody who knows that has given.
+VLLM_VARIABLES = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ("--allow-runtime-lora --lora-root FOLDER", "allow_runtime_lora"),
+    "VLLM_LORA_RESOLVER_CACHE_DIR": ("--lora-root FOLDER", "lora_root"),
+    "VLLM_API_KEY": (f"--api-key KEY or {KEY_VARIABLE}", "api_key"),
+}
 
 
 class AdapterModule(BaseModel):
@@ -48,6 +54,8 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
     )  # a port that is taken is said at once
     logging.getLogger("minivllm.access").setLevel(logging.INFO)
     console = Console(stderr=True)
+    for sentence in vllm_variables(given):
+        console.print(sentence, highlight=False, soft_wrap=True)
     with loading(console) as on_progress:
         llm = AsyncLLM.from_engine_args(
             EngineArgs(model=resolve_model(given["model"]), enable_lora=True, **options),
@@ -140,6 +148,14 @@ def api_keys(given: list[str] | None) -> list[str]:
         return given
     key = os.environ.get(KEY_VARIABLE)
     return [key] if key else []
+
+
+def vllm_variables(given: dict[str, Any]) -> Iterator[str]:
+    """Of each variable that would set up vLLM's server, that it changes nothing here: nobody should believe that a
+    server asks for a key, or takes adapters, that does not."""
+    for variable, (stands_for, option) in VLLM_VARIABLES.items():
+        if os.environ.get(variable) and not given[option] and not (option == "api_key" and api_keys(None)):
+            yield f"{variable} is not read here; give {stands_for}"
 
 
 def allowed_hosts(host: str, more: list[str], has_keys: bool) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.metrics import EngineMetrics
+from minivllm.layers.linear import LinearBase
 from minivllm.lora.events import LoRAStats
 from minivllm.observe.history import History
 
@@ -123,6 +124,12 @@ def system_info() -> dict[str, object]:
     }
 
 
+def count_parameters(model: torch.nn.Module) -> int:
+    """Of a base model, or the share that a process has, also where a linear's weight is packed (`LinearBase.pack`)."""
+    packed = [m.packed_weight for m in model.modules() if isinstance(m, LinearBase)]
+    return sum(weight.numel() for weight in (*model.parameters(), *packed) if weight is not None)
+
+
 def model_info(engine: EngineCore) -> dict[str, object]:
     """The base model as it is served."""
     config = engine.config.model_config
@@ -132,7 +139,7 @@ def model_info(engine: EngineCore) -> dict[str, object]:
         "dtype": str(config.dtype),
         "max_model_len": config.max_model_len,
         "quantization": config.quantization,
-        "parameters": sum(parameter.numel() for parameter in engine.runner.model.parameters()),
+        "parameters": count_parameters(engine.runner.model),
         "architecture": config.architecture.architecture,
         "num_hidden_layers": config.architecture.num_hidden_layers,
         "hidden_size": config.architecture.hidden_size,

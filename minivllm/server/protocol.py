@@ -125,6 +125,10 @@ class SamplingFields(Body):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     priority: Literal[0] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    use_beam_search: Literal[False] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _check_options(self) -> "SamplingFields":
@@ -227,6 +231,10 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    echo: Literal[False] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatRequest":

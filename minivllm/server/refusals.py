@@ -35,7 +35,16 @@ FIELDS = {
     "reasoning_effort": "no model here has efforts; give its template's own option in chat_template_kwargs",
     "chat_template": "a template is a program, and the server runs its own alone; pass --chat-template at its start",
     "best_of": "give n, and choose among the answers",
-    "use_beam_search": "answers are sampled; give temperature 0 for the likeliest tokens",
+    **dict.fromkeys(
+        ("use_beam_search", "length_penalty"),
+        "answers are sampled; give temperature 0 for the likeliest tokens",
+    ),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "give structured_outputs, with json, regex, choice or grammar in it",
+    ),
+    **dict.fromkeys(("bad_words", "allowed_token_ids"), "give logit_bias"),
+    "request_id": "give the header X-Request-Id",
     "prompt_logprobs": "logprobs are of answers; leave it out",
     "lora_int_id": "an adapter is known by its name; leave it out",
 }

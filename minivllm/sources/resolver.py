@@ -114,6 +114,8 @@ class FilesystemResolver(LoRAResolver):
         if any(_is_same_model(trained_on, name) for name in (base_model_name, *self.base_model_names)):
             return True
         other = f"it was trained on {trained_on!r}, and the engine serves '{base_model_name}'"
+        if trained_on and isinstance(trained_on, str):
+            other += f"; if both are one model, pass --base-model-name {trained_on}"
         logger.warning("%s", one_sentence(f"'{path}' is no answer for '{lora_name}': {other}"))
         return False
 

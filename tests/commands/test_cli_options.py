@@ -166,6 +166,8 @@ class TestAdaptersOfServe:
             ["model", "--lora-modules", "a=x", "--lora-modules", "b=y"],
             ["model", "--enable-lora", "--lora-modules", "a=x", '{"name": "b", "path": "y"}'],
             ["--lora-modules", '{"name": "a", "path": "x"}', "b=y", "model"],
+            ["--lora-modules", "a=x", "b=y", "--model", "model", "--port", "0"],
+            ["--model=model", "--lora-modules", "a=x", "b=y"],
         ],
         ids=str,
     )

@@ -8,7 +8,7 @@ import torch
 
 from minivllm import LoRARequest
 from tests.worlds.engines import greedy, run
-from tests.worlds.small import SmallWorld
+from tests.worlds.small import MODULES, SmallWorld
 
 PROMPT = [5, 6, 7, 8]
 
@@ -118,3 +118,13 @@ def test_a_new_engine_says_what_it_is(world, caplog):
     assert f"{engine.runner.num_blocks} KV blocks of " in base
     wrapped = len(engine.runner.lora_manager.manager.modules)
     assert lora.startswith(f"LoRA: {wrapped} modules are wrapped; 2 slots of rank 8, 4 adapters in memory")
+
+
+def test_a_model_has_all_its_parameters_though_linears_are_packed_on_a_cpu(world):
+    linears = {name: k * n for name, (k, n) in MODULES.items()}
+    head = linears.pop("lm_head")
+    norms = 32 * (2 * 2 + 1)
+
+    info = world.engine(dtype="float32").debug_info()["model"]
+
+    assert info["parameters"] == 2 * sum(linears.values()) + 2 * head + norms  # embedding and head

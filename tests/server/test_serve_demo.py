@@ -3,7 +3,7 @@
 import pytest
 from openai import OpenAI
 
-from minivllm.commands.serve import adapters_of, api_keys, pair
+from minivllm.commands.serve import adapters_of, api_keys, pair, vllm_variables
 from minivllm.engine_args import EngineArgs
 from minivllm.server.app import build_app
 from minivllm.server.run import ServerThread, bind
@@ -24,6 +24,23 @@ def test_a_key_of_the_command_line_counts_before_that_of_the_environment(monkeyp
 
     assert api_keys(None) == ["from the environment"]
     assert api_keys(["given", "another"]) == ["given", "another"]
+
+
+def test_variables_of_vllms_server_are_said_to_change_nothing_unless_what_stands_for_them_is_given(
+    monkeypatch,
+):
+    given = {"allow_runtime_lora": True, "lora_root": None, "api_key": None}
+    monkeypatch.delenv("MINIVLLM_API_KEY", raising=False)
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+
+    [sentence] = vllm_variables(given)
+
+    assert sentence == "VLLM_API_KEY is not read here; give --api-key KEY or MINIVLLM_API_KEY"
+    monkeypatch.setenv("MINIVLLM_API_KEY", "key")
+    assert list(vllm_variables(given)) == []
+    [sentence] = vllm_variables(given | {"allow_runtime_lora": False})
+    assert "--allow-runtime-lora --lora-root FOLDER" in sentence
 
 
 def test_a_port_that_is_taken_is_said():

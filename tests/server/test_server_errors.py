@@ -27,6 +27,10 @@ WITHOUT_EFFECT = {
     "prompt_cache_key": "key",
     "safety_identifier": "somebody",
     "priority": 0,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": False,
 }
 IN_CHATS = {
     "tools": [],
@@ -34,6 +38,10 @@ IN_CHATS = {
     "parallel_tool_calls": False,
     "modalities": ["text"],
     "chat_template_kwargs": {"enable_thinking": False},
+    "echo": False,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "include_reasoning": True,
 }
 
 # Route, what is changed in a good body, status, field that is to blame, words of the sentence. Of what the engine
@@ -71,6 +79,9 @@ ROWS = [
     ("completions", {"tools": []}, 400, "tools", "calls tools"),
     ("completions", {"store": True}, 400, "store", "keeps no answers"),
     ("completions", {"service_tier": "flex"}, 400, "service_tier", "one tier"),
+    ("completions", {"length_penalty": 2}, 400, "length_penalty", "temperature 0"),
+    ("completions", {"guided_choice": ["a"]}, 400, "guided_choice", "give structured_outputs"),
+    ("chat/completions", {"continue_final_message": True}, 400, "continue_final_message", "should be False"),
     ("completions", {"priority": -1}, 400, "priority", "--scheduling-policy"),
     ("chat/completions", {"modalities": ["audio"]}, 400, "modalities", "text alone"),
     ("chat/completions", {"messages": [IMAGE]}, 400, "messages.0.content", "a list of {"),

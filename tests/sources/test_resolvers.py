@@ -234,6 +234,8 @@ class TestFolder:
 
         assert found is None
         assert f"the engine serves '{served}'" in caplog.text
+        named = isinstance(trained_on, str) and trained_on != ""
+        assert (f"pass --base-model-name {trained_on}" in caplog.text) == named
 
     def test_gives_no_adapter_of_another_kind_and_says_so(self, world, folder, caplog):
         edit_config(folder / "sql", peft_type="IA3")
