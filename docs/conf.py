@@ -50,6 +50,9 @@ templates_path = []
 FOLDER_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#\s]+)\)")
 
 
+LITERAL = re.compile(r'<code class="docutils literal notranslate">.*?</code>', re.S)
+
+
 def unlink_folders(page: str, text: str) -> str:
     """Links to folders as plain text: a site has no page for them."""
 
@@ -90,6 +93,16 @@ def plain_docstring(
     lines[:] = ["::", "", *("    " + line for line in text), ""]
 
 
+def break_names(app: object, page: str, template: str, context: dict, doctree: object) -> None:
+    """Names in code may break after their dots, underscores and slashes and before a word, before they break anywhere."""
+
+    def broken(code: re.Match) -> str:
+        return re.sub(r"((?<=\w)[._/](?=\w)|(?<=[A-Za-z])(?=[A-Z][a-z]))(?![^<]*>)", r"\1<wbr>", code[0])
+
+    context["body"] = LITERAL.sub(broken, context.get("body", ""))
+
+
 def setup(app: object) -> None:
+    app.connect("html-page-context", break_names)
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", plain_docstring)

@@ -1,4 +1,4 @@
-"""Presets: what to set for little memory, for throughput, for latency; and what each takes, before and after.
+"""Presets: what to set for little memory, throughput, latency, or many kinds of adapters; and what each takes.
 
 The demo adapters have ranks of 8, 12, 16 and 32, so a preset also decides which of them it can serve.
 """
@@ -15,6 +15,14 @@ PRESETS = {
     "throughput": {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32, "lora_dtype": "bfloat16"},
     # One slot: the adapter that is pinned there never waits for a copy. All other adapters are refused meanwhile.
     "latency": {"max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 16, "lora_dtype": "float16"},
+    # A server whose tenants bring what they have: all ranks up to 32, and a bias on B.
+    "production": {
+        "max_loras": 6,
+        "max_cpu_loras": 32,
+        "max_lora_rank": 32,
+        "lora_dtype": "bfloat16",
+        "bias_enabled": True,
+    },
 }
 
 

@@ -17,7 +17,6 @@ Costs       some 900 lines, and nothing where it is not imported
 import importlib.util
 import sys
 
-import minivllm.assembly
 import minivllm.config
 import minivllm.core.scheduler
 import minivllm.engine_args
@@ -54,8 +53,8 @@ PATHS = {
     },
     "minivllm.config.lora": minivllm.config,
     "minivllm.engine.arg_utils": minivllm.engine_args,
-    "minivllm.v1.engine": minivllm.assembly,
-    "minivllm.v1.engine.llm_engine": minivllm.assembly,
+    "minivllm.v1.engine": earlier,
+    "minivllm.v1.engine.llm_engine": earlier,
     "minivllm.v1.core.sched.scheduler": minivllm.core.scheduler,
     # Of earlier versions.
     "minivllm.lora.models": earlier,

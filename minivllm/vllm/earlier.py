@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from minivllm.config import LoRAConfig
+from minivllm import assembly
+from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
 from minivllm.lora import lora_model, model_manager
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.text.prompts import load_tokenizer
 from minivllm.vllm.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 from minivllm.vllm.model_manager import create_lora_manager as create_manager
 from minivllm.vllm.worker_manager import LRUCacheWorkerLoRAManager as WorkerManager
 from minivllm.worker import lora_model_runner_mixin
 
 __all__ = [
+    "LLMEngine",
     "LRUCacheLoRAModelManager",
     "LRUCacheWorkerLoRAManager",
     "LoRAModel",
@@ -170,3 +173,26 @@ class LoRAModelRunnerMixin(lora_model_runner_mixin.LoRAModelRunnerMixin):
             lora_config,
         )
         return super().load_lora_model(model, config, device)
+
+
+class LLMEngine(assembly.LLMEngine):
+    """vLLM: the same name, whose constructor took each part of the configuration by itself; today's form does, too.
+
+    device_config   "auto", "cpu", "cuda" or "cuda:N"
+    """
+
+    def __init__(
+        self,
+        *config: Any,
+        model_config: ModelConfig | None = None,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        lora_config: LoRAConfig | None = None,
+        device_config: str = "auto",
+        **options: Any,
+    ) -> None:
+        if model_config is not None:
+            parts = cache_config or CacheConfig(), scheduler_config or SchedulerConfig(), lora_config
+            whole = EngineConfig(model_config, *parts, device=device_config)
+            config = (whole, load_tokenizer(model_config))
+        super().__init__(*config, **options)

@@ -121,6 +121,7 @@ class TestOnOneEngine:
         ("memory", ["bullets"]),
         pytest.param("latency", ["json", "sql", "bullets"], marks=pytest.mark.nightly),
         pytest.param("throughput", list(NAMES), marks=pytest.mark.nightly),
+        pytest.param("production", list(NAMES), marks=pytest.mark.nightly),
     ],
 )
 def test_a_preset_takes_what_was_predicted_and_serves_the_ranks_it_has_room_for(name, served):

@@ -69,11 +69,11 @@ def test_a_chapter_has_a_place_for_every_exercise(path):
     assert [number for number in exercises if number not in labs] == []
 
 
-# It says of names of other versions of vLLM where they are here; tests/vllm has a test of what it says.
-OTHER_VERSIONS = ROOT / "docs" / "names.md"
+# They say of names of other versions of vLLM where they are here; tests/vllm has a test of what they say.
+OTHER_VERSIONS = {ROOT / "docs" / "names.md", ROOT / "docs" / "documents.md"}
 
 
-@pytest.mark.parametrize("path", [path for path in pages() if path != OTHER_VERSIONS], ids=short)
+@pytest.mark.parametrize("path", [path for path in pages() if path not in OTHER_VERSIONS], ids=short)
 def test_names_that_are_cited_exist(path, our_names):
     known = our_names | set(VLLM["names"]) | set(dir(torch)) | set(dir(torch.Tensor))
     tokens = [token for token in cited(at_0_22_1(path)) if looks_like_a_name(token)]
@@ -83,7 +83,7 @@ def test_names_that_are_cited_exist(path, our_names):
     assert missing == set()
 
 
-@pytest.mark.parametrize("path", [path for path in pages() if path != OTHER_VERSIONS], ids=short)
+@pytest.mark.parametrize("path", [path for path in pages() if path not in OTHER_VERSIONS], ids=short)
 def test_files_of_vllm_that_are_cited_exist(path):
     paths = {token.rstrip("/") for token in cited(at_0_22_1(path)) if PATH.fullmatch(token)}
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import minivllm.vllm  # noqa: F401
-from minivllm.config import LoRAConfig
+from minivllm.config import CacheConfig, LoRAConfig, ModelConfig, SchedulerConfig
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.models.registry import get_model
-from tests.worlds.engines import tiny_world
+from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 PATHS = {
     "config.lora": "LoRAConfig",
@@ -121,3 +121,21 @@ def test_the_wrapper_of_a_device_is_made_by_the_name_of_then():
     wrapper = PunicaWrapper(max_num_batched_tokens=32, max_batches=4, device="cpu", max_loras=2)
 
     assert isinstance(wrapper, PunicaWrapperCPU)
+
+
+def test_an_engine_made_of_its_parts_loads_and_serves_an_adapter(world):
+    """The first example of documents about vLLM V1."""
+    engine_class = importlib.import_module("minivllm.v1.engine").LLMEngine
+    engine = engine_class(
+        model_config=ModelConfig(str(world.base), dtype=torch.float64, skip_tokenizer_init=True),
+        cache_config=CacheConfig(num_blocks=64),
+        lora_config=LoRAConfig(max_loras=2, lora_dtype=torch.float64),
+        scheduler_config=SchedulerConfig(max_num_seqs=4),
+        device_config="cpu",
+    )
+    request = world.request("qv")
+
+    engine.model_runner.add_lora(request)
+    engine.add_request("a", PROMPT, greedy(6), lora_request=request)
+
+    assert tokens_of(run(engine)["a"]) == world.answer("qv", PROMPT, 6)

@@ -1,4 +1,4 @@
-"""docs/names.md: what documents about vLLM name is where the page says, or is not here for a reason."""
+"""docs/names.md and documents.md: what documents about vLLM name is where they say, or is not so for a reason."""
 
 import importlib
 import re
@@ -8,11 +8,18 @@ import pytest
 
 import minivllm.vllm  # noqa: F401
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "names.md").read_text(encoding="utf-8")
-LINES = [
-    line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| in documents")
-]
-ROWS = [[cell.strip() for cell in re.split(r"(?<=[ |])\|(?= )", f" {line} ")[1:-1]] for line in LINES]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of each row of the page's tables."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| in documents")]
+    return [[cell.strip() for cell in re.split(r"(?<=[ |])\|(?= )", f" {row} ")[1:-1]] for row in rows]
+
+
+ROWS = rows_of("names.md")
+OTHERWISE = rows_of("documents.md")
 IN_BACKTICKS = re.compile(r"`([^`]+)`")
 
 
@@ -31,15 +38,29 @@ def resolve(dotted: str) -> object:
     raise LookupError(f"{dotted} is no module")
 
 
+def first_name(row: list[str]) -> str:
+    return (IN_BACKTICKS.findall(row[0]) or [row[0]])[0][:40]
+
+
 def test_the_page_has_the_names_of_the_documents():
     assert len(ROWS) > 50
     assert all(len(row) == 3 for row in ROWS), [row for row in ROWS if len(row) != 3]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: (IN_BACKTICKS.findall(row[0]) or [row[0]])[0][:40])
+@pytest.mark.parametrize("row", ROWS, ids=first_name)
 def test_a_name_is_where_the_page_says_or_not_here_for_a_reason(row):
     places = IN_BACKTICKS.findall(row[1])
 
     for place in places:
         resolve(place)
     assert places or len(row[2]) > 20
+
+
+@pytest.mark.parametrize("row", OTHERWISE, ids=first_name)
+def test_what_is_not_so_here_has_a_reason_and_what_stands_for_it_is_there(row):
+    _, here, whose, why = row
+
+    for place in IN_BACKTICKS.findall(here):
+        resolve(place)
+    assert whose in ("vLLM", "decided")
+    assert len(why) > 3 and (here or len(why) > 20)
