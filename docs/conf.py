@@ -94,7 +94,7 @@ def plain_docstring(
 
 
 def break_names(app: object, page: str, template: str, context: dict, doctree: object) -> None:
-    """Names in code may break after their dots, underscores and slashes and before a word, before they break anywhere."""
+    """Names in code may break after dots, underscores and slashes and before words, before they break anywhere."""
 
     def broken(code: re.Match) -> str:
         return re.sub(r"((?<=\w)[._/](?=\w)|(?<=[A-Za-z])(?=[A-Z][a-z]))(?![^<]*>)", r"\1<wbr>", code[0])
