@@ -88,7 +88,7 @@ function drawSlots(area, trace, run) {
       pen.globalAlpha = 1;
     }
     for (const [start, end, adapter] of stretches(from, to, held)) {
-      if (adapter !== null && high > 11) label(area, adapter, x(start), x(end), top, high, trace.colour(adapter), used(start));
+      if (adapter !== null && high > 11) label(area, adapter, x(start), x(end), top, high);
     }
     for (const [start, end, pin] of stretches(from, to, (c) => held(c) !== null && trace.at(c, run).pinned.includes(held(c)))) {
       if (!pin) continue;
@@ -105,7 +105,8 @@ function drawSlots(area, trace, run) {
   }
 }
 
-function label(area, text, left, right, top, high, colour, used) {
+// The name lies on stretches of several shades, so its letters have an outline.
+function label(area, text, left, right, top, high) {
   const { pen, width, ink } = area;
   const start = Math.max(0, left) + 7;
   if (Math.min(width, right) - start < 26) return;
@@ -114,14 +115,13 @@ function label(area, text, left, right, top, high, colour, used) {
   pen.rect(start, top, Math.min(width, right) - start - 3, high);
   pen.clip();
   pen.font = "600 11px system-ui, sans-serif";
-  pen.fillStyle = used ? onTop(colour) : ink.ink;
+  pen.strokeStyle = ink.card;
+  pen.lineWidth = 3;
+  pen.lineJoin = "round";
+  pen.strokeText(text, start + 2, top + high / 2 + 0.5);
+  pen.fillStyle = ink.ink;
   pen.fillText(text, start + 2, top + high / 2 + 0.5);
   pen.restore();
-}
-
-function onTop(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16) / 255);
-  return 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 ? "#1d2126" : "#ffffff";
 }
 
 const shade = (area, adapter) => (area.focus === undefined || area.focus === adapter ? 1 : 0.15);
