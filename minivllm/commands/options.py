@@ -23,8 +23,12 @@ class SeveralValues(typer.core.TyperCommand):
 
 
 def repeated(args: Sequence[str]) -> Iterator[str]:
-    """The same arguments, with the option before each of its values; `--model M` is the argument M, as in vLLM."""
+    """The same arguments, with the option before each of its values.
+
+    As vLLM's command, too: `--model M` is the argument M, and `--max_loras` is `--max-loras`.
+    """
     option = None
+    args = [with_hyphens(argument) for argument in args]
     for last, argument in zip(["", *args], args):
         if argument == "--model":
             option = None
@@ -38,6 +42,12 @@ def repeated(args: Sequence[str]) -> Iterator[str]:
         elif option and (argument.startswith("{") or "=" in argument):
             yield option
         yield argument
+
+
+def with_hyphens(argument: str) -> str:
+    """An option's name without underscores; any other argument as it is."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:

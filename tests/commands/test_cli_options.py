@@ -168,6 +168,7 @@ class TestAdaptersOfServe:
             ["--lora-modules", '{"name": "a", "path": "x"}', "b=y", "model"],
             ["--lora-modules", "a=x", "b=y", "--model", "model", "--port", "0"],
             ["--model=model", "--lora-modules", "a=x", "b=y"],
+            ["model", "--enable_lora", "--lora_modules", "a=x", "b=y", "--api_key=a_b"],
         ],
         ids=str,
     )

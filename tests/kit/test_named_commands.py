@@ -32,7 +32,8 @@ OF_OTHERS = {
     **dict.fromkeys(
         [
             *("--enable-lora", "--allowed-origins", "--enable-auto-tool-choice", "--reasoning-parser"),
-            *("--root-path", "--ssl-keyfile", "--task"),
+            *("--root-path", "--ssl-keyfile", "--task", "--generation-config", "--tokenizer", "--revision"),
+            *("--trust-remote-code", "--pipeline-parallel-size", "--swap-space"),
         ],
         "vLLM",
     ),
