@@ -1,7 +1,9 @@
 """All options of an engine as one flat list. Stands for vllm/engine/arg_utils.py (v0.22.1)."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from minivllm.config import (
@@ -87,3 +89,13 @@ class EngineArgs:
         """The options that a part of the configuration has, by its own names for them."""
         names = {field.name: OPTION_NAMES.get(field.name, field.name) for field in fields(config)}
         return {name: getattr(self, option) for name, option in names.items() if hasattr(self, option)}
+
+
+def refuse_unknown_options(names: Iterable[str]) -> None:
+    """TypeError for a name that no option has; it says the nearest ones."""
+    known = [field.name for field in fields(EngineArgs)]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 2)
+            nearest = f" (nearest: {', '.join(near)})" if near else ""
+            raise TypeError(f"there is no option '{name}'{nearest}; EngineArgs has all that there are")

@@ -10,7 +10,7 @@ from typing import Any
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.llm_thread import LLMThread, Outputs
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine_args import EngineArgs
+from minivllm.engine_args import EngineArgs, refuse_unknown_options
 from minivllm.errors import for_each
 from minivllm.lora.request import LoRARequest
 from minivllm.progress import ProgressBar
@@ -33,6 +33,7 @@ class LLM:
     engine_class: type[LLMEngine] = LLMEngine
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        refuse_unknown_options(options)
         args = EngineArgs(model, **options)
         self._thread = LLMThread(partial(self.engine_class.from_engine_args, args))
         self.llm_engine = self._thread.engine

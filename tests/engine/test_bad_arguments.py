@@ -6,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from minivllm import EngineArgs, LLMEngine, SamplingParams
+from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.sizing.slot_memory import refuse_slots_that_do_not_fit
 from tests.worlds.engines import greedy, run, snapshot, tiny_world, tokens_of
@@ -258,3 +258,12 @@ def test_enable_lora_bias_is_another_name_of_bias_enabled(world):
 
     assert [config.lora_config.bias_enabled for config in configs] == [True, True]
     assert not EngineArgs(str(world.base), enable_lora=True).create_engine_config().lora_config.bias_enabled
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("max_lora", r"'max_lora' \(nearest: max_loras, "), ("frobnicate", "'frobnicate'; EngineArgs has all")],
+)
+def test_an_option_that_there_is_not_is_refused_with_the_nearest(option, said):
+    with pytest.raises(TypeError, match=said):
+        LLM("nowhere", **{option: 2})
