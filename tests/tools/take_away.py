@@ -68,8 +68,60 @@ INNER = {
 
 # Tests that are an extension's although no import says so, by what their names begin with: `tests/FILE::TEST`.
 TESTS: dict[str, tuple[str, ...]] = {
-    # It names what of observe runs for a plain adapter.
-    "observe": ("tests/engine/test_plain_life::test_it_enters_nothing_around_the_core_but_what_is_named",),
+    "alora": ("tests/alora/",),
+    # The last one knows what the refusal says where the option is there.
+    "dora": (
+        "tests/dora/",
+        "tests/lora/test_refusals::test_what_peft_trains_and_the_engine_does_not_serve[DoRA]",
+    ),
+    # It names what of observe runs for a plain adapter; and what is refused is shown to change nothing, by debug_info.
+    "observe": (
+        "tests/engine/test_plain_life::test_it_enters_nothing_around_the_core_but_what_is_named",
+        *("tests/observe/", "tests/lora/test_refusals::"),
+    ),
+    # Adapters on embeddings and the head, on experts, with biases or tokens; and what is refused of them by name.
+    "options": (
+        "tests/options/",
+        "tests/alora/test_activated_tokens::",
+        "tests/alora/test_invocation::test_an_adapter_with_a_longer_context_is_refused",
+        "tests/alora/test_invocation::test_peft_does_not_adapt_embeddings_so",
+        "tests/alora/test_shared_prefixes::test_logprobs_of_a_prompt_",
+        "tests/commands/test_cli::test_an_adapter_with_a_bias_",
+        "tests/dora/test_dora_adapters::test_embeddings_and_the_head_",
+        "tests/engine/test_failed_reloads/TestWhatPromptsDependOn::",
+        "tests/gpu/test_embeddings_in_graphs::",
+        *(
+            f"tests/lora/test_adapter_bytes::test_an_adapter_takes_what_is_told[{k}]"
+            for k in ("embeddings", "biases")
+        ),
+        "tests/lora/test_adapter_bytes::test_an_adapter_takes_what_is_told[experts]",
+        "tests/lora/test_adapter_plans::test_what_is_not_plain_",
+        "tests/lora/test_fused_adapters::",
+        "tests/parallel/test_norms_that_sum::test_biases_",
+        "tests/parallel/test_shared_adapters::",
+        "tests/phase_01/test_lora_model::test_a_bias_",
+        "tests/phase_01/test_peft_helper::test_what_the_engine_cannot_serve_is_refused_by_name[",
+        "tests/phase_01/test_target_parameters::",
+        "tests/phase_02/test_adapter_fit::test_every_part_of_every_expert_",
+        "tests/phase_02/test_adapter_fit::test_what_a_layer_has_no_room_for_",
+        "tests/sizing/test_memory_accounting::test_slots_that_can_never_fit_",
+        "tests/sizing/test_memory_accounting::test_what_makes_slots_too_large_is_named[",
+        "tests/sources/test_malformed_adapters/TestTokenizers::",
+        "tests/test_economics::test_an_adapter_of_a_sparse_model_",
+        "tests/worker/test_prompt_logprobs::",
+    ),
+    # Adapters that are no folders of safetensors: pickles, tensors in memory, ids of a hub; and a command that asks it.
+    "sources": (
+        "tests/sources/",
+        "tests/commands/test_inspect::test_a_pickle_fits_",
+        "tests/commands/test_inspect::test_an_id_that_the_hub_does_not_have_",
+        "tests/layers/test_quantized_base/TestOptions::test_the_command_line_has_it",
+        "tests/lora/test_bad_adapters/TestPickles::",
+        "tests/lora/test_refusals::test_a_folder_that_is_damaged[a pickle ",
+        "tests/options/legacy/test_added_tokens/TestTokens::test_come_with_an_adapter_in_torchs_own_format_",
+        "tests/phase_01/test_lora_model::test_a_bin_file_",
+        "tests/phase_01/test_lora_model::test_shapes_alone_can_be_read_without_the_numbers[adapter_model.bin]",
+    ),
     # They ask for its backends by name, or plan the memory of a GPU's slots.
     "gpu": (
         "tests/gpu/",
@@ -79,12 +131,13 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_economics::test_a_plan_without_room_says_what_takes_it[",
     ),
 }
-# Those that look at all folders, so that each extension has something in them: the map of vLLM's names, links of
+# Those that look at all folders, so that each extension has something in them: the maps of vLLM's names, links of
 # chapters, the list of extensions, and the course, which has exercises and hunts in most folders and grades them by
 # tests that import others.
 OF_ALL = (
     *("tests/phases/test_map::", "tests/phases/test_chapters::", "tests/test_take_away::"),
     *("tests/kit/", "tests/phase_08/test_hunts::"),
+    "tests/vllm/test_vllm_names::test_a_name_is_where_the_page_says_",
 )
 
 # What a test that needs the extension fails with: its import, or the answer to an option that needs it.
