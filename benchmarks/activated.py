@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import run_as_command, whole
+from benchmarks.arguments import device, model, run_as_command, whole
+from benchmarks.options import model_folder
 from benchmarks.report import Report, default_path
 from minivllm.assembly import LLMEngine
 from minivllm.commands.random_adapter import save_random_adapter
@@ -28,6 +29,11 @@ from minivllm.sampling_params import SamplingParams
 NAME = "python -m benchmarks.activated"
 INVOCATION = [9, 9, 7, 9]  # no prompt below has such small ids
 RANK = 16
+DEMO = "demo"
+
+
+def demo_or_shape(text: str) -> str:
+    return text if text == DEMO else model(text)
 
 
 def write_adapters(folder: Path, model: str, turns: int) -> dict[str, list[LoRARequest]]:
@@ -63,10 +69,10 @@ def converse(
     engine: LLMEngine, options: Namespace, adapters: Sequence[LoRARequest], seed: int
 ) -> dict[str, float]:
     """One conversation: the tokens that were computed, and milliseconds to the first token of adapters' answers."""
-    rng = random.Random(seed)
+    rng, largest = random.Random(seed), min(40_000, engine.config.model_config.get_vocab_size())
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(100, 40_000) for _ in range(count)]
+        return [rng.randrange(100, largest) for _ in range(count)]
 
     began, of_adapters, firsts = engine.scheduler.num_computed_tokens, 0, []
     conversation = tokens(options.prompt)
@@ -85,19 +91,22 @@ def converse(
 
 
 def run(options: Namespace, result: Report, folder: Path) -> None:
-    model = str(demo_model_path())
+    is_demo = options.model == DEMO
+    model = str(demo_model_path()) if is_demo else model_folder(options.model)
     adapters = write_adapters(folder, model, options.turns)
     args = EngineArgs(
         model,
-        dtype="float32",
-        device="cpu",
-        max_model_len=8192,
+        load_format="auto" if is_demo else "dummy",
+        skip_tokenizer_init=not is_demo,
+        dtype="float32" if options.device == "cpu" else "bfloat16",
+        device=options.device,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         num_kv_blocks=2048,
         enable_lora=True,
         max_loras=2 * options.turns,
         max_cpu_loras=2 * options.turns,
     )
-    engine = LLMEngine(args.create_engine_config())
+    engine = LLMEngine.from_engine_args(args)
     for adapter in (one for of_kind in adapters.values() for one in of_kind):
         engine.add_lora(adapter)
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in adapters}
@@ -116,6 +125,11 @@ def run(options: Namespace, result: Report, folder: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(prog=NAME, description=__doc__)
+    parser.add_argument(
+        "--model", type=demo_or_shape, default=DEMO, help=f"{DEMO}, or a shape; random weights"
+    )
+    parser.add_argument("--device", type=device, default="cpu", help="float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--max-num-batched-tokens", type=whole(), default=2048)
     parser.add_argument("--turns", type=whole(), default=5, help="of the base model, and as many of adapters")
     parser.add_argument("--prompt", type=whole(), default=512, help="tokens before the first turn")
     parser.add_argument("--turn", type=whole(), default=64, help="tokens of each further question")
@@ -125,7 +139,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     options = parser.parse_args(arguments)
     kept = {key: value for key, value in vars(options).items() if key != "json"}
-    result = Report(options.json or default_path("activated", "cpu"), "activated", kept, "cpu")
+    path = options.json or default_path("activated", options.device)
+    result = Report(path, "activated", kept, options.device)
     with tempfile.TemporaryDirectory() as folder:
         run(options, result, Path(folder))
 

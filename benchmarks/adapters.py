@@ -1,10 +1,12 @@
 """Many random adapters in seconds."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.lora.request import LoRARequest
@@ -30,6 +32,27 @@ def write_adapters(
         else:
             shutil.copytree(paths[number % distinct], path, copy_function=os.link)
     return [LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1)]
+
+
+def write_dora_adapters(folder: Path, model: str, count: int, rank: int) -> list[LoRARequest]:
+    """As `write_adapters` under `folder`/dora, with magnitudes between 0.5 and 1.5. Their ids follow on 100,000."""
+    requests = write_adapters(folder / "dora", model, count, rank)
+    for number, request in enumerate(requests):
+        path, generator = Path(request.lora_path), torch.Generator().manual_seed(number)
+        tensors = load_file(path / "adapter_model.safetensors")
+        for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
+            lengths = torch.empty(len(tensors[name])).uniform_(0.5, 1.5, generator=generator)
+            magnitude = name.replace(".lora_B.weight", ".lora_magnitude_vector")
+            tensors[magnitude] = lengths.to(tensors[name].dtype)
+        config = json.loads((path / "adapter_config.json").read_text())
+        for file in path.iterdir():  # maybe one that another adapter's name is for, too
+            file.unlink()
+        save_file(tensors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    return [
+        LoRARequest(f"dora-{request.lora_name}", 100_000 + request.lora_int_id, request.lora_path)
+        for request in requests
+    ]
 
 
 def ranks_of(count: int, rank: int, lowest: int | None = None) -> list[int]:

@@ -14,6 +14,7 @@ LAYER_DTYPES = ("float32", "float64", "bfloat16", "float16")
 BACKENDS = ("auto", "loops", "grouped", "triton", "paged", "invariant")
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
+DORA = "-dora"  # how the name of a case of DoRA adapters ends
 MIXES = ("uniform", "zipf", "half", "ranks")
 LARGEST = 10**9
 
@@ -74,9 +75,12 @@ def each_once(read_one: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def decode_case(text: str) -> str:
-    """ "base", "none", or a number of adapters."""
-    if text not in ("base", "none") and not (text.isdecimal() and int(text)):
-        raise ArgumentTypeError(f"there is no case '{text}'; use base, none, or a number of adapters")
+    """ "base", "none", a number of adapters, or one of DoRA adapters as in 8-dora."""
+    count = text.removesuffix(DORA)
+    if text not in ("base", "none") and not (count.isdecimal() and int(count)):
+        raise ArgumentTypeError(
+            f"there is no case '{text}'; use base, none, a number of adapters, or 8{DORA} for so many DoRA adapters"
+        )
     return text
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.adapters import write_adapters
+from benchmarks.adapters import write_adapters, write_dora_adapters
+from benchmarks.arguments import DORA
 from benchmarks.measure import HostShare, Step, decode_summary, median_of, run_to_end
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
@@ -26,40 +27,53 @@ WARM_UP_TOKENS = 8
 class Case:
     """What the requests use.
 
-    name       "base" (LoRA off), "none" (LoRA on, nobody uses it), or the number of adapters
+    name       "base" (LoRA off), "none" (LoRA on, nobody uses it), the number of adapters, or that of DoRA adapters
+               ("8-dora")
     adapters   that the requests take in turns
     slots      of the engine; 0 = LoRA off
+    dora       whether the adapters are DoRA's
     """
 
     name: str
     adapters: int
     slots: int
+    dora: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Case":
-        """ValueError for what is neither a name nor a number."""
+        """ValueError for what is neither a name nor a number of adapters."""
         if name == "base":
             return cls(name, 0, 0)
         if name == "none":
             return cls(name, 0, SLOTS)
-        if not name.isdigit() or not int(name):
-            raise ValueError(f"unknown case '{name}'; use base, none, or a number of adapters")
-        return cls(name, int(name), max(SLOTS, int(name)))
+        count = name.removesuffix(DORA)
+        if not count.isdigit() or not int(count):
+            raise ValueError(f"unknown case '{name}'; use base, none, 8, or 8{DORA}")
+        return cls(name, int(count), max(SLOTS, int(count)), dora=name != count)
 
 
 def run(options: Namespace, report: Report, folder: Path) -> None:
     """Measure every case with every number of requests; one engine for all cases with as many slots."""
     cases = [Case.parse(name) for name in options.cases]
-    adapters = write_adapters(folder, options.model, max(case.adapters for case in cases), options.rank)
+    most = {
+        dora: max((case.adapters for case in cases if case.dora == dora), default=0) for dora in (False, True)
+    }
+    adapters = {
+        False: write_adapters(folder, options.model, most[False], options.rank),
+        True: write_dora_adapters(folder, options.model, most[True], options.rank),
+    }
     for slots in sorted({case.slots for case in cases}):
         run_on_one_engine(options, report, [case for case in cases if case.slots == slots], adapters)
         free_memory()
 
 
 def run_on_one_engine(
-    options: Namespace, report: Report, cases: list[Case], adapters: list[LoRARequest]
+    options: Namespace, report: Report, cases: list[Case], adapters: dict[bool, list[LoRARequest]]
 ) -> None:
-    """All cases of equal slots. A case with more adapters than requests is left out: not all would be used."""
+    """All cases of equal slots. A case with more adapters than requests is left out: not all would be used.
+
+    adapters   plain ones under False, DoRA's under True
+    """
     started = time.perf_counter()
     most = max(options.requests)
     longest = options.prompt_tokens + options.output_tokens
@@ -69,7 +83,7 @@ def run_on_one_engine(
         for requests in options.requests:
             if case.adapters <= requests:
                 row = {"case": case.name, "slots": case.slots, "requests": requests}
-                row |= measure(engine, options, requests, adapters[: case.adapters])
+                row |= measure(engine, options, requests, adapters[case.dora][: case.adapters])
                 report.add({**row, "engine_load_s": load_seconds})
 
 

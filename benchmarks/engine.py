@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.arguments import (
     BACKENDS,
+    DORA,
     DTYPES,
     EVICTION_POLICIES,
     SCHEDULING_POLICIES,
@@ -32,6 +33,7 @@ NEWER = {
     "tensor_parallel_size": 1,
     "disable_custom_all_reduce": False,
     "fully_sharded_loras": False,
+    "enable_dora": False,
 }
 
 
@@ -61,6 +63,11 @@ def add_engine_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fully-sharded-loras", action="store_true", help="these have a part of both A and B each"
+    )
+    parser.add_argument(
+        "--enable-dora",
+        action="store_true",
+        help="slots have room for DoRA's scales; cases as 8-dora need it",
     )
     parser.add_argument("--max-model-len", type=whole(), default=2048)
     parser.add_argument("--max-num-batched-tokens", type=whole(), default=8192)
@@ -131,6 +138,9 @@ def check_together(options: Namespace) -> None:
             f"--cpu-loras {options.cpu_loras} is less than --slots {options.slots}: adapters in slots are in memory "
             f"too; give {options.slots} or more"
         )
+    dora = [case for case in getattr(options, "cases", ()) if case.endswith(DORA)]
+    if dora and not options.enable_dora:
+        raise ValueError(f"case '{dora[0]}' has DoRA adapters; give --enable-dora, too")
     lengths = {
         "decode": ("prompt_tokens", "output_tokens"),
         "serve": ("prompt_max", "output_max"),

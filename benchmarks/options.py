@@ -29,6 +29,7 @@ def engine_args(
         "max_loras": slots,
         "max_lora_rank": options.rank,
         "max_cpu_loras": cpu_loras,
+        "enable_dora": options.enable_dora,
         "punica_backend": options.punica_backend,
         "target_modules": options.target_modules,
         "fully_sharded_loras": options.fully_sharded_loras,

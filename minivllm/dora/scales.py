@@ -35,11 +35,14 @@ class ScaledLinears:
         self.layers = layers
         self.has_scales = False
         self._squares: dict[str, torch.Tensor] = {}  # by module, (N,): squared lengths of the rows of W
+        # (S + 1, N) each: the tables of a layer side by side, and a last row of zeros, which slot -1 is.
+        self._tables: dict[BaseLinearLayerWithLoRA, torch.Tensor] = {}
         for layer in layers.values():
             count, dtype, device = len(layer.slots.b[0]), layer.slots.b[0].dtype, layer.weight.device
-            layer.slots.beside[SCALE] = tuple(
-                torch.zeros(count, 1, width, dtype=dtype, device=device) for width in layer.output_slices
-            )
+            table = torch.zeros(count + 1, sum(layer.output_slices), dtype=dtype, device=device)
+            self._tables[layer] = table
+            of_slices = table[:count, None].split(layer.output_slices, dim=2)
+            layer.slots.beside[SCALE] = tuple(of_slices)
             layer.register_forward_hook(self.scale)
 
     # ---- of an adapter --------------------------------------------------------------------------------------
@@ -87,17 +90,15 @@ class ScaledLinears:
     def scale(
         self, layer: BaseLinearLayerWithLoRA, inputs: Any, output: tuple[torch.Tensor, None]
     ) -> tuple[torch.Tensor, None]:
-        """y[:, slice i] += (scale - 1) * (y[:, slice i] - bias), each row's own, in place.   y: (T, N)"""
+        """y += (scale - 1) * (y - bias), each row's own scales, in place.   y: (T, N)
+
+        Two launches on a GPU, because a step of decodes has four such linears in each layer and waits for each launch.
+        """
         y, backend, bias = output[0], layer.backend, layer.bias
         if backend.no_lora or not (self.has_scales or y.is_cuda):
             return output
-        slots = backend.token_slots(len(y))[:, None]  # (T, 1)
-        biases = [0] * layer.n_slices if bias is None else bias.split(layer.output_slices)
-        for columns, table, own_bias in zip(
-            y.split(layer.output_slices, dim=1), layer.slots.beside[SCALE], biases
-        ):
-            own = table[slots[:, 0].clamp(min=0), 0].masked_fill(slots < 0, 0)  # (T, N_i)
-            columns.copy_(columns + own * (columns - own_bias))
+        own = self._tables[layer][backend.token_slots(len(y))]  # (T, N)
+        y.addcmul_(own, y if bias is None else y - bias)
         return output
 
 

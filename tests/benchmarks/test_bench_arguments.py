@@ -22,9 +22,10 @@ from tests.worlds.waiting import PATIENCE
         (["decode", "--requests", "8,4,8"], "'8' is named twice"),
         (
             ["decode", "--cases", "base,adapters"],
-            "no case 'adapters'; use base, none, or a number of adapters",
+            "no case 'adapters'; use base, none, a number of adapters, or 8-dora",
         ),
         (["decode", "--cases", "0"], "no case '0'"),
+        (["decode", "--cases", "0-dora"], "no case '0-dora'"),
         (["decode", "--cases", "base,base"], "'base' is named twice"),
         (["decode", "--device", "gpu"], "there is no 'gpu'; use auto, cpu, cuda or cuda:N"),
         (["decode", "--dtype", "int4"], "there is no 'int4'; use one of auto, float32"),
@@ -56,6 +57,7 @@ def test_the_engine_benchmarks_refuse_nonsense_and_say_what_there_is(capsys, opt
         (["switch", "--slots", "4", "--adapters", "4"], "more adapters than slots.*give --adapters 5"),
         (["serve", "--slots", "8", "--cpu-loras", "4"], "--cpu-loras 4 is less than --slots 8"),
         (["decode", "--prompt-tokens", "2000"], "2256 tokens, more than --max-model-len 2048"),
+        (["decode", "--cases", "8,8-dora"], "case '8-dora' has DoRA adapters; give --enable-dora"),
         (["serve", "--output-max", "1025"], "2049 tokens, more than --max-model-len 2048"),
     ],
 )
