@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parsed = parser.parse_args(arguments)
     parsed.punica_backend, parsed.target_modules, parsed.batch_invariant = "auto", None, False
     parsed.tensor_parallel_size, parsed.disable_custom_all_reduce = 1, False
-    parsed.fully_sharded_loras = False
+    parsed.fully_sharded_loras = parsed.enable_dora = False
     parsed.max_model_len = parsed.prompt_tokens + parsed.output_tokens
     return parsed
 

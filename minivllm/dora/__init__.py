@@ -5,9 +5,9 @@ Implements  an `AdapterOption` whose magnitudes stay as the file has them (`kept
             beside A and B in slots, and a forward hook of each linear
 Options     `enable_dora`
 Costs       some 260 lines, and N elements for every slot and linear. With the option a linear's output is scaled after
-            its product, so that no kernel which reads outputs can add what adapters do (`forward_deferred`). To load an
-            adapter takes a product of A with each weight, and the first one the norms of all rows. Without the
-            option nothing
+            its product, so that no kernel which reads outputs can add what adapters do (`forward_deferred`): on an
+            H100 10 and 12 % of 32 and 128 decodes with 8 adapters, plain or not (docs/dora.md). To load an adapter
+            takes a product of A with each weight, and the first one the norms of all rows. Without the option nothing
 """
 
 from minivllm.dora.magnitudes import DoRA

@@ -69,6 +69,11 @@ INNER = {
 # Tests that are an extension's although no import says so, by what their names begin with: `tests/FILE::TEST`.
 TESTS: dict[str, tuple[str, ...]] = {
     "alora": ("tests/alora/",),
+    # They send signals to `minivllm serve`.
+    "commands": tuple(
+        f"tests/server/test_server_drain::{test}"
+        for test in ("test_a_second_signal_", "test_a_signal_ends_", "test_the_command_ends_")
+    ),
     # The last one knows what the refusal says where the option is there.
     "dora": (
         "tests/dora/",
@@ -87,6 +92,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/alora/test_invocation::test_peft_does_not_adapt_embeddings_so",
         "tests/alora/test_shared_prefixes::test_logprobs_of_a_prompt_",
         "tests/commands/test_cli::test_an_adapter_with_a_bias_",
+        "tests/commands/test_cli_options/TestMessages::test_every_option_that_the_engine_names_",
         "tests/dora/test_dora_adapters::test_embeddings_and_the_head_",
         "tests/engine/test_failed_reloads/TestWhatPromptsDependOn::",
         "tests/gpu/test_embeddings_in_graphs::",
