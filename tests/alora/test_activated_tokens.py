@@ -29,6 +29,18 @@ def test_are_those_of_peft_in_a_batch_with_all_others(tmp_path_factory, setting)
     assert world.check_answers(asked) > 150
 
 
+def test_are_those_of_peft_on_two_ranks_too(tmp_path_factory):
+    world = activated_world(tmp_path_factory)
+    engine = world.engine(tensor_parallel_size=2, threads=1, max_loras=3, num_kv_blocks=120)
+
+    try:
+        asked = serve(world, engine, random.Random("two ranks"), 40)
+    finally:
+        engine.executor.shutdown()
+
+    assert world.check_answers(asked) > 150
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_many_tokens_are_those_of_peft(tmp_path_factory, variant):
