@@ -36,7 +36,7 @@ from labs.kit.limits import (
 )
 from labs.kit.open_rules import broken_rules
 from labs.kit.overlay import read
-from labs.kit.regions import PHASES, ROOT, LabError
+from labs.kit.regions import ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sha256
 
 ROUNDS = 2  # inputs that an answer is judged on; its worst count is what counts
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenExercise:
-    """One a phase, `OPEN` says which.   name: of the judge, and in the names of the files"""
+    """`OPEN` says which there are.   name: of the judge, and in the names of the files"""
 
     phase: str
     name: str
@@ -62,9 +62,15 @@ class OpenExercise:
         return str(int(self.phase.partition("_")[0]))
 
     @property
+    def call(self) -> str:
+        """What `lab open` calls it: its phase's number, or its own name if it is not the first of its phase."""
+        first = next(name for name, phase in OPEN.items() if phase == self.phase)
+        return self.number if self.name == first else self.name
+
+    @property
     def key(self) -> str:
         """What it is called where exercises are listed."""
-        return f"open {self.number}"
+        return f"open {self.call}"
 
     @property
     def judge(self) -> Any:
@@ -101,12 +107,12 @@ class OpenExercise:
 
 
 def open_exercises(which: str | None = None) -> list[OpenExercise]:
-    """That of a phase, such as `5`, or all. LabError for a phase that has none."""
-    found = [OpenExercise(phase, OPEN[phase]) for phase in PHASES if phase in OPEN]
-    chosen = [exercise for exercise in found if which in (None, exercise.number)]
+    """That of a phase, such as `5`, the one of a name, or all. LabError where there is none."""
+    found = [OpenExercise(phase, name) for name, phase in OPEN.items()]
+    chosen = [exercise for exercise in found if which in (None, exercise.call, exercise.name)]
     if not chosen:
-        numbers = ", ".join(exercise.number for exercise in found)
-        raise LabError(f"phase '{which}' has no open exercise: give one of {numbers}")
+        calls = ", ".join(exercise.call for exercise in found)
+        raise LabError(f"phase '{which}' has no open exercise: give one of {calls}")
     return chosen
 
 

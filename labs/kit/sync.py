@@ -9,18 +9,19 @@ from pathlib import Path
 from labs.kit.hunt import read_hunts
 from labs.kit.regions import ROOT, Exercise, LabError, read_engine
 
-# The open exercise of each phase: its files are named open_NAME*.py, and its judge labs.kit.judges.NAME.
+# Open exercises and their phases: files are named open_NAME*.py, and a judge is labs.kit.judges.NAME.
 OPEN = {
-    "01_request_and_weights": "header",
-    "02_lora_layers": "packing",
-    "03_cpu_punica": "mixed_batch",
-    "04_triton_sgmv": "shrink",
-    "05_slot_manager": "eviction",
-    "06_max_loras_scheduler": "turns",
-    "07_engine": "waiting_line",
-    "09_serving": "detokenizer",
-    "10_many_adapters": "keeping",
-    "11_many_gpus": "routing",
+    "header": "01_request_and_weights",
+    "packing": "02_lora_layers",
+    "mixed_batch": "03_cpu_punica",
+    "shrink": "04_triton_sgmv",
+    "eviction": "05_slot_manager",
+    "turns": "06_max_loras_scheduler",
+    "waiting_line": "07_engine",
+    "detokenizer": "09_serving",
+    "keeping": "10_many_adapters",
+    "placement": "10_many_adapters",
+    "routing": "11_many_gpus",
 }
 OURS = ("naive", "good", "best")
 
@@ -90,7 +91,7 @@ def _open_starters(root: Path) -> dict[Path, str]:
     recorded, files = json.loads(_text(index) or "{}"), {}
     naive = {
         f"{phase}/open_{name}": _text(root / f"solutions/{phase}/open_{name}_naive.py")
-        for phase, name in OPEN.items()
+        for name, phase in OPEN.items()
     }
     for stem, wanted in naive.items():
         path = root / "labs" / f"{stem}.py"

@@ -10,7 +10,7 @@ from checkout import Checkout
 
 from labs.kit import limits
 from labs.kit import open_exercises as kit
-from labs.kit.judges import eviction, keeping, routing
+from labs.kit.judges import eviction, keeping, placement, routing
 from labs.kit.open_rules import broken_rules
 from labs.kit.regions import ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sync
@@ -88,6 +88,11 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
             "class Policy:\n    def __init__(*_): pass\n    def choose(*_): pass\n",
             "choose() gave None, and engines are 0 to 3",
         ),
+        (
+            "placement",
+            "class Policy:\n    def __init__(*_): pass\n    def place(*_): return {}\n",
+            "the engines (), and it needs one or more of 0 to 3",
+        ),
     ],
     ids=[
         "header",
@@ -99,6 +104,7 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
         "detokenizer",
         "keeping",
         "routing",
+        "placement",
     ],
 )
 def test_who_ignores_the_input_is_refused(name, text, why):
@@ -301,6 +307,60 @@ def test_the_board_of_routing_is_what_the_judge_says():
     assert f"| {routing.least_possible(traffic) / 1e3:.1f} | 0 |" in text
 
 
+def test_a_placement_is_asked_every_two_seconds_and_holds_until_the_next():
+    """Adapter 1 has both engines at first, then only the second; what is newly placed is a move."""
+    traffic = routing.Traffic([(0, 1), (1, 1), (2, 1), (2500, 1), (6100, 2)], {1: 10, 2: 20})
+    said, seen = iter([{1: [0, 1], 2: [0]}, {1: [1], 2: [1, 0]}, {1: [0], 2: [0]}, {1: [0], 2: [0]}]), []
+
+    class Policy:
+        def place(self, now, counts, placed):
+            seen.append((now, counts, placed))
+            return next(said)
+
+    bill = placement.serve(Policy(), traffic)
+
+    assert [now for now, _, _ in seen] == [0, 2000, 4000, 6000]
+    assert [counts for _, counts, _ in seen] == [{1: 0, 2: 0}, {1: 3, 2: 0}, {1: 1, 2: 0}, {1: 0, 2: 0}]
+    assert [placed for _, _, placed in seen[:2]] == [{}, {1: (0, 1), 2: (0,)}]
+    assert bill.moves == 2  # 2 to engine 1, and 1 back to engine 0
+    # 1 is read by both engines, and 2 by one; the third request waits for the first on engine 0.
+    assert bill.reads == 3
+    first, second = 26 + 40, 52 + 40
+    assert bill.ms == pytest.approx(first + first + (first + 40 - 2) + 40 + second)
+
+
+def test_placements_that_have_a_name_stand_beside_an_answer(monkeypatch):
+    monkeypatch.setattr(routing, "REQUESTS", 1500)
+
+    lines = placement.beside(kit.Random(3))
+
+    assert [line.split("  ")[-1].partition(":")[0] for line in lines[:3]] == [*placement.KNOWN]
+    assert [float(line.split()[0]) for line in lines[2:]] == [1, 0]
+
+
+def test_the_board_of_placement_is_what_the_judge_says():
+    exercise, traffic = EXERCISES["placement"], routing.traffic_of(kit.Random(17))
+    text = (ROOT / "solutions" / exercise.phase / "README.md").read_text(encoding="utf-8")
+    makers = {name: make for name, make in placement.KNOWN.items() if name != "one engine each"}
+    for which in OURS:
+        answer = kit.load(exercise.ours(which).read_text(), exercise.ours(which))
+        makers["one engine each" if which == "naive" else f"ours, {which}"] = answer.Policy
+
+    board = text.partition("### Placement by demand")[2]
+    for name, make in makers.items():
+        bill = placement.serve(make(traffic.ranks, placement.ENGINES, placement.MEMORY), traffic)
+        said = f" | {bill.reads:,} | {bill.moves:,} | {bill.ms / 1e3:,.1f} | {placement.share(bill, traffic):.3f} |"
+        [row] = [line for line in board.split("\n") if line.startswith((f"| {name} |", f"| {name},"))]
+        assert row.endswith(said)
+    assert f"| {routing.least_possible(traffic) / 1e3:.1f} | 0 |" in board
+
+
+def test_the_second_of_a_phase_is_called_by_its_name():
+    assert [exercise.key for exercise in kit.open_exercises("10")] == ["open 10"]
+    assert [exercise.key for exercise in kit.open_exercises("placement")] == ["open placement"]
+    assert [exercise.name for exercise in kit.open_exercises("keeping")] == ["keeping"]
+
+
 def test_inputs_differ_from_one_judgement_to_the_next():
     assert len({kit.fresh_seed() for _ in range(8)}) == 8
 
@@ -421,7 +481,8 @@ def test_an_answer_that_takes_all_memory_is_refused():
 
 def test_a_phase_without_one_is_named():
     with pytest.raises(
-        LabError, match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10, 11"
+        LabError,
+        match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10, placement, 11",
     ):
         kit.open_exercises("8")
 
@@ -429,9 +490,9 @@ def test_a_phase_without_one_is_named():
 @pytest.fixture
 def small_root(tmp_path):
     """A checkout with nothing but our naive answers."""
-    for phase, name in OPEN.items():
+    for name, phase in OPEN.items():
         path = tmp_path / "solutions" / phase / f"open_{name}_naive.py"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# naive {name}\n")
     (tmp_path / "labs").mkdir()
     sync(tmp_path)
@@ -445,7 +506,7 @@ def test_an_untouched_starter_follows_our_naive_answer(small_root):
 
     assert (small_root / "labs/05_slot_manager/open_eviction.py").read_text() == "# another\n"
     recorded = json.loads((small_root / "labs/open_starters.json").read_text())
-    assert recorded.keys() == {f"{phase}/open_{name}" for phase, name in OPEN.items()}
+    assert recorded.keys() == {f"{phase}/open_{name}" for name, phase in OPEN.items()}
 
 
 def test_somebodys_answer_is_left_as_it_is(small_root):

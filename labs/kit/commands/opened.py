@@ -73,7 +73,9 @@ def grades(which: str | None) -> list[dict[str, Any]]:
 
 
 def open_exercise(
-    which: Annotated[str | None, typer.Argument(help="A phase, such as 5; none: all of them.")] = None,
+    which: Annotated[
+        str | None, typer.Argument(help="A phase, such as 5, or a name, such as placement; none: all.")
+    ] = None,
 ) -> None:
     """Judge your answer to a phase's open exercise beside ours. Exit status 1 if it misses the budget."""
     if which is None:
