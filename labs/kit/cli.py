@@ -7,7 +7,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from labs.kit.commands import answers, check, doctor, grade, hunts, maintain, opened, overview, read, run
+from labs.kit.commands import (
+    answers,
+    check,
+    doctor,
+    grade,
+    hunts,
+    league,
+    maintain,
+    opened,
+    overview,
+    read,
+    run,
+)
 from labs.kit.regions import LabError
 from minivllm.commands.quiet import quiet_libraries
 
@@ -38,6 +50,7 @@ app.command()(answers.hint)
 app.command()(answers.api)
 app.command(**TAKES_A_COMMAND)(hunts.hunt)
 app.command("open")(opened.open_exercise)
+app.command()(league.league)
 app.command()(answers.diff)
 app.command("reset")(answers.reset_command)
 app.command()(answers.migrate)

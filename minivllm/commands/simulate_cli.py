@@ -19,7 +19,9 @@ def simulate(
     ] = "azure-2023-conv",
     times: Annotated[str, typer.Option(help="When: trace, poisson, bursts or diurnal.")] = "poisson",
     adapters: Annotated[int, typer.Option(min=0, max=MOST, help="How many; 0 = the base model alone.")] = 100,
-    adapter_mix: Annotated[str, typer.Option(help="Whose: zipf, bursts or tenants.")] = "zipf",
+    adapter_mix: Annotated[
+        str, typer.Option(help="Whose: zipf, bursts, tenants, hotspot, thrash or long-tail.")
+    ] = "zipf",
     alpha: Annotated[float, typer.Option(min=0, help="Of Zipf's law; 0 = all alike.")] = 1.0,
     ranks: Annotated[str, typer.Option(help="Adapters' ranks in turn, with commas between.")] = "16",
     turns: Annotated[

@@ -117,11 +117,42 @@ def by_tenant(
     return np.array([own[tenant][int(draw * len(own[tenant]))] for tenant, draw in zip(picks, draws)], int)
 
 
+def by_hotspot(
+    times: np.ndarray, adapters: int, alpha: float, rng: np.random.Generator, heat: float = 0.6
+) -> np.ndarray:
+    """As `by_zipf`, but one adapter, any of them, gets `heat` of all requests: more than one engine can serve."""
+    picks = by_zipf(times, adapters, alpha, rng)
+    return np.where(rng.random(len(times)) < heat, rng.integers(adapters), picks)
+
+
+def by_thrash(
+    times: np.ndarray, adapters: int, alpha: float, rng: np.random.Generator, strays: float = 0.2
+) -> np.ndarray:
+    """All adapters round and round in one order, but for `strays` of the requests, which want any, all alike.
+
+    A tier of fewer places that evicts the least recently used always evicts what is wanted next. `alpha` is not used.
+    """
+    rounds = rng.permutation(adapters)[np.arange(len(times)) % adapters]
+    return np.where(rng.random(len(times)) < strays, rng.integers(adapters, size=len(times)), rounds)
+
+
+def by_long_tail(
+    times: np.ndarray, adapters: int, alpha: float, rng: np.random.Generator, head: float = 0.05
+) -> np.ndarray:
+    """Half of the requests want the `head` of all adapters, by Zipf, and half any of the others, all alike."""
+    popular = max(1, min(adapters - 1, round(head * adapters)))
+    picks, others = by_zipf(times, popular, alpha, rng), rng.integers(popular, max(adapters, 2), len(times))
+    return np.where(rng.random(len(times)) < 0.5, picks, others % adapters)
+
+
 TIMES: dict[str, Callable[..., np.ndarray]] = {"poisson": poisson, "bursts": bursts, "diurnal": diurnal}
 ADAPTERS: dict[str, Callable[..., np.ndarray]] = {
     "zipf": by_zipf,
     "bursts": by_bursts,
     "tenants": by_tenant,
+    "hotspot": by_hotspot,
+    "thrash": by_thrash,
+    "long-tail": by_long_tail,
 }
 
 

@@ -9,7 +9,10 @@ from minivllm.simulate.traffic import (
     Arrival,
     bursts,
     by_bursts,
+    by_hotspot,
+    by_long_tail,
     by_tenant,
+    by_thrash,
     diurnal,
     read_trace,
     repeated,
@@ -111,3 +114,29 @@ def test_the_seed_decides():
     ]
 
     assert made[0] == made[1] != made[2]
+
+
+def test_a_hotspot_is_one_adapter_that_gets_most_requests_all_the_time():
+    picks = by_hotspot(np.arange(20_000.0), 50, 1.0, rng())
+
+    [(hot, count), *_] = Counter(picks.tolist()).most_common()
+    first, second = ((half == hot).mean() for half in np.split(picks, 2))
+    assert count / 20_000 == pytest.approx(0.6, abs=0.1)  # and what it has by Zipf
+    assert first == pytest.approx(second, abs=0.02)
+
+
+def test_thrash_is_one_round_after_the_other():
+    picks = by_thrash(np.arange(6_000.0), 60, 1.0, rng())
+
+    same_place = (picks[60:] == picks[:-60]).mean()
+    assert same_place == pytest.approx(0.8**2, abs=0.03)  # neither of the two strays
+    assert len(set(picks.tolist())) == 60
+
+
+def test_a_long_tail_gets_as_many_requests_as_the_few_popular_ones():
+    picks = by_long_tail(np.arange(40_000.0), 400, 1.0, rng())
+
+    counts = np.bincount(picks, minlength=400)
+    assert counts[:20].sum() / 40_000 == pytest.approx(0.5, abs=0.01)
+    assert counts[20:].min() > 0 and counts[20:].max() < 2 * counts[20:].mean()
+    assert set(by_long_tail(np.arange(99.0), 1, 1.0, rng()).tolist()) == {0}
