@@ -26,11 +26,13 @@ from minivllm.extension import Extension
 from minivllm.gpu import GPU
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.extensions import LoRAExtensions
+from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.mixes import MIXES
 from minivllm.observe import OBSERVE
 from minivllm.options import OPTIONS
 from minivllm.parallel import PARALLEL
-from minivllm.parts import Parts
+from minivllm.parts import Parts, is_not_there
 from minivllm.policies import POLICIES
 from minivllm.sizing import SIZING
 from minivllm.sources import SOURCES
@@ -41,6 +43,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     OPTIONS,
     ALORA,
     DORA,
+    MIXES,
     SOURCES,
     POLICIES,
     GPU,
@@ -80,6 +83,13 @@ def model_folder(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return next((folder for each in EXTENSIONS if (folder := each.find_model(name))), name)
 
 
+def mix(parts: Iterable[tuple[LoRARequest | str, float]]) -> LoRARequest:
+    """One adapter of several, each with a weight, by the extension that has such."""
+    if (make := next((each.mix for each in EXTENSIONS if each.mix), None)) is None:
+        raise is_not_there("mixes", "lora_mix", dict(parts))
+    return make(parts)
+
+
 def parts_of(config: EngineConfig) -> Parts:
     """What an engine of this configuration is made of: a function of the configuration alone, so that the processes of
     other ranks come to the same parts.
@@ -99,7 +109,7 @@ def make_core(parts: Parts, tokenizer: Any, warm_up: bool, clock: Callable[[], f
     queues, adapters, limits_of = RequestQueues(), None, base_limits
     if (worker := executor.runner.worker_manager) is not None:
         limits_of = parts.make_limits_of(worker.manager, tokenizer is not None)
-        adapters = AdapterRegistry(queues, worker, parts.find_by_name)
+        adapters = AdapterRegistry(queues, worker, parts.find_by_name, parts.look_up_parts)
         listeners = (make(adapters.manager.get_adapter) for make in parts.make_listeners)
         adapters.manager.listeners.extend(listeners)
     scheduler = make_scheduler(parts, executor.runner, queues, adapters)
@@ -118,6 +128,7 @@ def make_model_runner(
     make_manager = partial(
         LRUCacheWorkerLoRAManager,
         make_manager=partial(parts.manager_class, **parts.manager),
+        make_source=parts.make_source,
         extensions=parts.lora,
     )
     return ModelRunner(

@@ -4,11 +4,12 @@ vLLM (v0.22.1) has entry points for this (vllm/plugins). Nothing of the engine i
 extension may be wanted without one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minivllm.lora.request import LoRARequest
     from minivllm.parts import Parts
 
 
@@ -20,8 +21,10 @@ class Extension:
     add_to   puts its parts in the places of others, as `parts.config` asks for them. Extensions are asked in the
              order of assembly's lines, so one may take what an earlier one put there
     find_model   the folder of a base model that is called otherwise than by its folder; None = not known here
+    mix      one adapter of several, each with a weight; None = the extension has no such
     """
 
     lora: Mapping[str, Any] = field(default_factory=dict)
     add_to: "Callable[[Parts], None]" = lambda parts: None
     find_model: Callable[[str], str | None] = lambda model: None
+    mix: "Callable[[Iterable[tuple[LoRARequest | str, float]]], LoRARequest] | None" = None

@@ -12,8 +12,10 @@ from minivllm.core.scheduler import Scheduler, SchedulingPolicy, first_come_firs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import LimitsOf, base_limits
 from minivllm.lora.extensions import LoRAExtensions
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.request import LoRARequest
 from minivllm.worker.model_runner import Executor, ModelRunner
 
 # Adapter id -> its weights if they are in memory.
@@ -60,7 +62,8 @@ class Parts:
     runner           further arguments of `ModelRunner`
     manager_class, manager   what keeps adapters in memory and slots, and further arguments of it
     make_limits_of   (manager, with_tokenizers) -> `limits_of` of `EngineCore`
-    find_by_name     as of `AdapterRegistry`
+    make_source      as of `LRUCacheWorkerLoRAManager`
+    find_by_name, look_up_parts   as of `AdapterRegistry`
     make_listeners   each makes one that hears of what happens to adapters, of what looks an adapter up
     make_executor    as `run_here`
     make_policy      as `as_they_came`
@@ -75,7 +78,9 @@ class Parts:
     manager_class: type[LRUCacheLoRAModelManager] = LRUCacheLoRAModelManager
     manager: dict[str, Any] = field(default_factory=dict)
     make_limits_of: Callable[..., LimitsOf] = lambda manager, with_tokenizers: base_limits
+    make_source: Callable[..., AdapterSource] = AdapterSource
     find_by_name: Callable[..., Any] | None = None
+    look_up_parts: Callable[..., LoRARequest] | None = None
     make_listeners: list[Callable[[GetAdapter], Any]] = field(default_factory=list)
     make_executor: Callable[..., Executor] = run_here
     make_policy: Callable[[SchedulerConfig, GetAdapter], SchedulingPolicy] = as_they_came

@@ -22,6 +22,7 @@ class LRUCacheWorkerLoRAManager:
     vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`, `.scheduler_config.max_num_seqs` and
                   `.max_num_batched_tokens`
     make_manager  makes the manager, with the arguments of `LRUCacheLoRAModelManager`; None = `_manager_cls`
+    make_source   (manager) -> where adapters come from
     manager       of memory and slots, once `create_lora_manager` was called
     source        where adapters come from, likewise
     extensions    what adapters may have beyond the plain case
@@ -38,12 +39,13 @@ class LRUCacheWorkerLoRAManager:
         embedding_modules: dict[str, str] | None = None,
         *,
         make_manager: Callable[..., LRUCacheLoRAModelManager] | None = None,
+        make_source: Callable[[LRUCacheLoRAModelManager], AdapterSource] = AdapterSource,
         extensions: LoRAExtensions = PLAIN,
     ) -> None:
         self.vllm_config = vllm_config
         self.device = device
         self.extensions = extensions
-        self.make_manager = make_manager or self._manager_cls
+        self.make_manager, self.make_source = make_manager or self._manager_cls, make_source
 
     def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
         """Wrap the model's layers and return the model."""
@@ -57,7 +59,7 @@ class LRUCacheWorkerLoRAManager:
             self.device,
             extensions=self.extensions,
         )
-        self.source = AdapterSource(self.manager)
+        self.source = self.make_source(self.manager)
         return model
 
     def read_through(self, wrap: Callable[[AdapterSource], AdapterSource]) -> None:

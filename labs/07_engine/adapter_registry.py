@@ -31,6 +31,7 @@ class AdapterRegistry:
     manager    the same adapters in memory and in slots
     find_by_name   (name, base model, known names) -> the request of an adapter that nobody has named yet
                    (`minivllm.sources.find_by_name`); None: requests bring their adapter's folder
+    look_up_parts  (request, this registry) -> as `compose`; None: no adapter is made of others
 
     adapters   id -> record
     by_name    each of its names -> id
@@ -43,6 +44,7 @@ class AdapterRegistry:
         queues: RequestQueues,
         worker: LRUCacheWorkerLoRAManager,
         find_by_name: Callable[[str, str, Collection[str]], LoRARequest] | None = None,
+        look_up_parts: "Callable[[LoRARequest, AdapterRegistry], LoRARequest] | None" = None,
     ) -> None:
         self.queues = queues
         self.worker = worker
@@ -52,6 +54,7 @@ class AdapterRegistry:
         self.noted: set[int] = set()
         self.pinned: set[int] = set()
         self._find_by_name = find_by_name
+        self._look_up_parts = look_up_parts
 
     # ---- naming ---------------------------------------------------------------------------------------------
 
@@ -62,7 +65,8 @@ class AdapterRegistry:
         it is not there.
         """
         try:
-            adapter = self._identify(lora_request)
+            lora_request = self.compose(lora_request)
+            adapter = self.identify(lora_request)
         except ValueError as error:
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(error))
             raise
@@ -72,7 +76,15 @@ class AdapterRegistry:
         lora = None if adapter.reloads else self.manager.get_adapter(adapter.id)
         return adapter.found if lora is None else lora.beside
 
-    def _identify(self, lora_request: LoRARequest) -> Adapter | None:
+    def compose(self, lora_request: LoRARequest) -> LoRARequest:
+        """A request as it is to be taken now. Where its adapter is made of others, with these as they are read now, and
+        as an order to read it again if they are others than last time.
+
+        ValueError for a part that contradicts what is registered, is not known or is being unloaded.
+        """
+        return lora_request if self._look_up_parts is None else self._look_up_parts(lora_request, self)
+
+    def identify(self, lora_request: LoRARequest) -> Adapter | None:
         """The adapter with this id, if there is one. ValueError if it is another one, or on its way out."""
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
         owner_id = self.by_name.get(name, adapter_id)
@@ -106,6 +118,7 @@ class AdapterRegistry:
         A second name for the same id and folder is an alias. A reload from another folder brings its own name: the
         names before it led to other weights, and are free.
         """
+        lora_request = self.compose(lora_request)
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
@@ -201,6 +214,7 @@ class AdapterRegistry:
         case the answer is False. RuntimeError when all that memory holds is pinned or in use. After an error the
         adapter is known as before.
         """
+        lora_request = self.compose(lora_request)
         known = self.adapters.get(lora_request.lora_int_id)
         before = known and known.version
         found = self.examine(lora_request) if found is None else found

@@ -7,11 +7,12 @@ from labs.kit.overlay import Todo
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
+from minivllm.assembly import mix
 from minivllm.lora.request import LoRARequest
 from minivllm.server.errors import ApiError
 from minivllm.server.keys import Holder
@@ -100,6 +101,29 @@ class ModelNames:
         raise Todo("lab 9.4: a name to an adapter")
 
     # endregion
+
+    async def find_mix(self, model: str, weights: Mapping[str, float], holder: Holder) -> LoRARequest:
+        """The mix of adapters with these names and weights, each found as by `find`.
+
+        ApiError 400 beside another model than the base, and for the base in the mix. ValueError for weights that are no
+        numbers, and as many adapters as no mix has.
+        """
+        if model != self.settings.model_name:
+            raise ApiError(
+                400,
+                f"lora_mix names the adapters; give '{self.settings.model_name}' as model beside it",
+                "model",
+            )
+        holder.check(model)  # a weight of 0 would be the base model's answer
+        mix(weights.items())  # what is refused is refused before resolvers are asked
+        found = []
+        for name in weights:
+            if (adapter := await self.find(name, holder)) is None:
+                raise ApiError(
+                    400, f"'{name}' in lora_mix is the base model; name adapters alone", "lora_mix"
+                )
+            found.append((self.for_engine(adapter), weights[name]))
+        return mix(found)
 
     async def pin(self, name: str) -> None:
         """Have the engine keep an adapter in a slot. ApiError 404 for a name that is not served.

@@ -20,7 +20,7 @@ from minivllm.server.routes import post
 
 async def complete(body: CompletionRequest, call: Call) -> Response:
     """Continue one text or several, by the base model or an adapter."""
-    adapter = await call.adapter(body.model)
+    adapter = await call.adapter(body.model, body.lora_mix)
     params = body.to_sampling_params()
     prompts, most = body.prompts(), call.server.settings.max_prompts
     if not 1 <= len(prompts) <= most:
@@ -40,7 +40,7 @@ async def complete(body: CompletionRequest, call: Call) -> Response:
 
 async def chat(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, by the base model or an adapter."""
-    adapter = await call.adapter(body.model)
+    adapter = await call.adapter(body.model, body.lora_mix)
     params = body.to_sampling_params()
     prompt = await chat_prompt(body, call, adapter)
     formatter = ChatFormatter(

@@ -60,6 +60,7 @@ class Call:
     receive       of ASGI: the messages after the body
     holder        what the request's key permits
     path_params   the named parts of the path
+    asked         the names of models that it has asked for: one, or those of a mix
     """
 
     receive: Receive
@@ -67,6 +68,7 @@ class Call:
     holder: Holder
     record: Record
     path_params: Mapping[str, Any]
+    asked: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive) -> "Call":
@@ -74,10 +76,21 @@ class Call:
         state, server = scope["state"], scope["app"].state.server
         return cls(receive, server, state["holder"], state["record"], scope["path_params"])
 
-    async def adapter(self, model: str) -> LoRARequest | None:
-        """The adapter of the model that the request names; errors as in `ModelNames.find`."""
-        self.record.model = model
-        return await self.server.names.find(model, self.holder)
+    async def adapter(self, model: str, lora_mix: Mapping[str, float] | None = None) -> LoRARequest | None:
+        """The adapter of the model that the request names, or a mix of several; errors as in `ModelNames.find` and
+        `find_mix`."""
+        self.record.model, self.asked = model, (model,)
+        if lora_mix is None:
+            return await self.server.names.find(model, self.holder)
+        self.asked = tuple(lora_mix)
+        adapter = await self.server.names.find_mix(model, lora_mix, self.holder)
+        self.record.model = adapter.lora_name
+        return adapter
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its adapter is a mix, which has the names of its parts as the engine knows them."""
+        return self.record.model not in self.asked
 
     async def tokenizer(self, adapter: LoRARequest | None) -> Any:
         """The tokenizer for an adapter's texts. ApiError 400 for a server without one."""

@@ -58,7 +58,7 @@ class Generation:
         progress = Progress(server.metrics, self.call.record, model)
         outputs = server.llm.generate(
             *(self.prompts[number], self.params, f"{self.request_id}-{number}"),
-            server.names.for_engine(self.adapter),
+            self.adapter if self.call.is_mixed else server.names.for_engine(self.adapter),
             output_kind=kind,
             on_abort=partial(progress.observe, all_are_seen=False),
         )
@@ -68,7 +68,8 @@ class Generation:
                     progress.observe(output, kind == "delta")
                     yield number, output
         except ValueError:
-            server.names.check_served(model, self.call.holder)  # it may have been unloaded meanwhile
+            for name in self.call.asked:
+                server.names.check_served(name, self.call.holder)  # it may have been unloaded meanwhile
             raise
         finally:
             progress.end()

@@ -91,6 +91,7 @@ class SamplingFields(Body):
     """Fields that completions and chats have in common; `minivllm.sampling_params` says what each means.
 
     return_token_ids   each choice has its new `token_ids`, too; without a tokenizer a server has no text to return
+    lora_mix           names of adapters and the weight of each, in the place of one adapter (`minivllm.mixes`)
 
     The last ones have no effect. Clients send them, and no answer would be another one without them; values that ask
     for more are refused (`refusals.FIELDS`).
@@ -116,6 +117,7 @@ class SamplingFields(Body):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    lora_mix: dict[Name, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None

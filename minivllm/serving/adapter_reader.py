@@ -99,7 +99,7 @@ class AdapterReader(AdapterSource):
         read, record = self._reads.get(adapter_id), self.registry.adapters.get(adapter_id)
         if read is not None and read.record is not record:
             self._forget(read)
-        return self._policy.begin_or_wait(adapter_id, lambda: self._begin(lora_request, record))
+        return self._policy.begin_or_wait(adapter_id, lambda: self._begin(lora_request, lora_request, record))
 
     def load(self, lora_request: LoRARequest) -> LoRAModel:
         """As `AdapterSource.load`; takes the adapter that was read here, if it is this one."""
@@ -132,7 +132,7 @@ class AdapterReader(AdapterSource):
 
     def check(self, lora_request: LoRARequest) -> LoRAModel:
         """As `AdapterSource.check`; takes the result of a check or a read here, if it was of this adapter."""
-        if self._checked is not None and self._checked[0] is lora_request:
+        if self._checked is not None and self._checked[0] == lora_request:
             return self._checked[1].result()
         read = self._reads.get(lora_request.lora_int_id)
         if read is not None and read.future.done() and self._is_for(read, lora_request):
@@ -144,13 +144,14 @@ class AdapterReader(AdapterSource):
 
         The future is done when the adapter has been read or cannot be; the load then raises the error again.
         """
+        given, lora_request = lora_request, self.registry.compose(lora_request)
         adapter_id = lora_request.lora_int_id
         in_memory = self.worker.manager.get_adapter(adapter_id) is not None
         if in_memory and not lora_request.load_inplace:
             return None
         read = self._reads.get(adapter_id)
         is_same = read is not None and self._is_for(read, lora_request)
-        read = read if is_same else self._begin(lora_request)
+        read = read if is_same else self._begin(lora_request, given)
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # so that it cannot be cancelled
         read.future.add_done_callback(lambda future: done.set_result(None))
@@ -168,9 +169,9 @@ class AdapterReader(AdapterSource):
             read.record is None or read.record is record
         )
 
-    def _begin(self, lora_request: LoRARequest, record: Adapter | None = None) -> Read:
+    def _begin(self, lora_request: LoRARequest, given: LoRARequest, record: Adapter | None = None) -> Read:
         request = with_real_folder(lora_request)
-        read = Read(request, lora_request, record, self._pool.submit(self._read_and_stage, request))
+        read = Read(request, given, record, self._pool.submit(self._read_and_stage, request))
         read.future.add_done_callback(lambda future: self._read_done())
         self._reads[lora_request.lora_int_id] = read
         return read

@@ -43,6 +43,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "ahead": (),
     "alora": (),
     "dora": (),
+    "mixes": (),
     "observe": ("serving", "server", "simulate", "commands"),
     "sizing": ("economics",),
     # The simulator reads adapters by the same policy, on its own clock.
