@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from minivllm.errors import in_one_sentence, is_finite, shown
@@ -31,11 +31,12 @@ class MixRequest(LoRARequest):
 
 
 @in_one_sentence
-def mix(parts: Iterable[tuple[Part, float]]) -> MixRequest:
+def mix(parts: Iterable[tuple[Part, float]] | Mapping[Part, float]) -> MixRequest:
     """W + the sum of weight · s B A of each part, for `lora_request`: `mix([(sql, 0.7), (json, 0.3)])`.
 
     parts   adapters, or names of adapters that the engine knows, each with a weight: any number that is finite, also
-            negative (the adapter is taken away) or 0. Of an adapter that is named twice the weights are summed
+            negative (the adapter is taken away) or 0. Of an adapter that is named twice the weights are summed. Pairs,
+            or a dict of them
 
     Mixes of the same names with the same weights are one adapter, in whatever order they are given.
 
@@ -43,7 +44,10 @@ def mix(parts: Iterable[tuple[Part, float]]) -> MixRequest:
     a mix within a mix, and a part with `load_inplace`: load it again first.
     """
     by_name: dict[str, tuple[Part, float]] = {}
-    for part, weight in parts:
+    for pair in parts.items() if isinstance(parts, Mapping) else parts:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"a mix is of pairs of an adapter and a weight, got {shown(pair)}")
+        part, weight = pair
         name = _check(part, weight)
         other, before = by_name.get(name, (name, 0.0))
         if name not in (part, other) and part != other:

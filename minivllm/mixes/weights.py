@@ -82,7 +82,7 @@ def mixed(
 
 
 def joined_ranks(name: str, held: Sequence[Weighted], most: int) -> LoRALayerWeights | None:
-    """A's one below the other, and B's times scalings and weights side by side; None of nothing."""
+    """A's one below the other, and side by side B's times weights; None of nothing. B's have their scaling by now."""
     if not held:
         return None
     ranks = [part.lora_a.shape[0] for part, _ in held]
@@ -92,7 +92,7 @@ def joined_ranks(name: str, held: Sequence[Weighted], most: int) -> LoRALayerWei
             f"pass --max-lora-rank {rank}"
         )
     lora_a = torch.cat([part.lora_a for part, _ in held])  # (r, K)
-    lora_b = torch.cat([part.lora_b * (part.scaling * weight) for part, weight in held], dim=1)  # (N, r)
+    lora_b = torch.cat([part.lora_b * weight for part, weight in held], dim=1)  # (N, r)
     if not lora_b.is_meta and not lora_b.isfinite().all():
         weights = ", ".join(str(weight) for _, weight in held)
         raise ValueError(f"{name} has numbers that weights {weights} make infinite")

@@ -58,6 +58,7 @@ def test_the_order_is_nothing_and_the_weights_are_everything():
 
 def test_weights_of_one_adapter_are_summed():
     assert mix([(SQL, 0.5), (JSON, 1), (SQL, 0.25)]) == mix([(SQL, 0.75), (JSON, 1)])
+    assert mix({SQL: 0.75, JSON: 1}) == mix([(SQL, 0.75), (JSON, 1)])
     assert mix([(SQL, 0.5), ("sql", 0.25)]) == mix([("sql", 0.5), (SQL, 0.25)]) == mix([(SQL, 0.75)])
 
 
@@ -88,6 +89,7 @@ REFUSED = {
     "infinite together": ([("sql", 1.7e308), ("sql", 1.7e308)], ValueError, "are infinite together"),
     "no adapter": ([(None, 1)], TypeError, "got None"),
     "no name": ([("", 1)], TypeError, "got ''"),
+    "no pairs": (["sql", "json"], TypeError, "of pairs of an adapter and a weight, got 'sql'"),
     "a mix": ([(mix([(SQL, 1)]), 1)], ValueError, "is a mix itself"),
     "a reload": ([(LoRARequest("sql", 1, "/sql", load_inplace=True), 1)], ValueError, "load it again first"),
     "two of a name": (
@@ -251,6 +253,8 @@ def test_a_mix_is_asked_for_by_its_name_while_the_engine_knows_it(world, engine)
     ask(engine, mixed(world, ("qv", 0.7), ("all", 0.3)))
 
     assert tokens_of(ask(engine, "all:0.3+qv:0.7")) == expected(world, ("qv", 0.7), ("all", 0.3))
+    with pytest.raises(ValueError, match=r"'all:0.3\+qv:0.7' is a mix itself"):
+        engine.add_lora(mix([("all:0.3+qv:0.7", 2)]))
 
 
 # ---- what cannot be mixed -----------------------------------------------------------------------------------------
