@@ -63,7 +63,8 @@ class MixParts:
             )
         life = self.lives.setdefault(part.lora_int_id, 0)
         if adapter is None:
-            return registry.worker.source.resolve(part), (life, 0)
+            # An order to load it again may be its first mention, and begins no generation then.
+            return registry.worker.source.resolve(part), (life, -1)
         return adapter.request, (life, adapter.generation)
 
     def _forget_unused(self, registry: AdapterRegistry) -> None:

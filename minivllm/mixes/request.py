@@ -27,7 +27,7 @@ class MixRequest(LoRARequest):
 
     parts: tuple[tuple[Part, float], ...] = ()
     composed: tuple[LoRARequest, ...] = field(default=(), repr=False)
-    versions: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
+    versions: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
 
 @in_one_sentence

@@ -199,6 +199,19 @@ def test_a_part_that_came_back_with_other_weights_is_read_anew(world, engine, tm
     assert tokens_of(ask(engine, one)) == expected(world, ("qv-again", 0.7), ("all", 0.3))
 
 
+def test_an_order_to_load_a_part_again_counts_when_nobody_has_named_the_part_before(world, engine, tmp_path):
+    folder = shutil.copytree(world.path("qv"), tmp_path / "qv")
+    part = world.request("qv", lora_path=str(folder))
+    one = mix([(part, 0.7), (world.request("all"), 0.3)])
+    ask(engine, one)
+
+    shutil.rmtree(folder)
+    shutil.copytree(world.path("qv-again"), folder)
+    engine.add_lora(world.request("qv", lora_path=str(folder), load_inplace=True))
+
+    assert tokens_of(ask(engine, one)) == expected(world, ("qv-again", 0.7), ("all", 0.3))
+
+
 def test_a_part_that_is_being_unloaded_is_refused(world, engine):
     engine.add_request("part", PROMPT, greedy(6), lora_request=world.request("qv"))
     engine.step()
