@@ -1,11 +1,14 @@
 """Mixes where an engine is not alone: beside steps, in another process, on several ranks, in pages of a GPU's slots."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from mixed_world import RANK, mixed_world
 
 from minivllm import LoRARequest
+from minivllm.config import PAGE_RANKS
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.mixes import mix
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.engine_process import EngineProcess
@@ -63,8 +66,6 @@ def test_are_read_beside_steps_and_follow_their_parts(world, in_a_process):
             await ask(llm, named, "gone")
 
     if in_a_process:
-        from functools import partial
-
         llm = AsyncLLM(EngineProcess(partial(make_it, world.base)))
     else:
         llm = AsyncLLM.from_engine(make_it(world.base))
@@ -72,6 +73,25 @@ def test_are_read_beside_steps_and_follow_their_parts(world, in_a_process):
         asyncio.run(talk(llm))
     finally:
         llm.shutdown()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["triton", "paged"])
+def test_kernels_serve_them(world, backend):
+    engine = world.engine(max_loras=3, punica_backend=backend, dtype="float32")
+
+    assert serve(engine, world) == [expected(world, weights) for weights in MIXES]
+    if backend == "paged":  # as many pages as an adapter of rank 4 + 8 has, of rank 3 + 12 and of rank 8
+        held = engine.adapters.manager.punica_wrapper.pool.ledger.held
+        assert sorted(map(len, held.values())) == sorted(-(-rank // PAGE_RANKS) for rank in (12, 15, 8))
+
+
+def test_slots_that_a_gpus_writer_fills_are_the_same(world):
+    engine = world.engine(max_loras=1, max_cpu_loras=1)
+    manager = engine.adapters.manager
+    manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
+
+    assert serve(engine, world) == [expected(world, weights) for weights in MIXES]
 
 
 def test_two_ranks_have_each_their_share(world, monkeypatch):
