@@ -233,6 +233,10 @@ def serve(
 def inspect(
     adapter: Annotated[str, typer.Argument(help="An adapter folder or Hugging Face id.")],
     model: Model = None,
+    mixed_with: Annotated[
+        list[str] | None,
+        typer.Option(help="Another adapter, which it is to be mixed with; may be repeated."),
+    ] = None,
     as_json: Json = False,
     *,
     engine: Engine,
@@ -240,7 +244,7 @@ def inspect(
     """Say what an adapter is, and whether it fits the model and, if not, why. Exit status 1 if not."""
     from minivllm.commands.inspect import run_inspect
 
-    raise typer.Exit(0 if run_inspect(adapter, model, engine, as_json) else 1)
+    raise typer.Exit(0 if run_inspect(adapter, model, engine, as_json, mixed_with or ()) else 1)
 
 
 @app.command("trace-page")
