@@ -55,6 +55,19 @@ def write_dora_adapters(folder: Path, model: str, count: int, rank: int) -> list
     ]
 
 
+def write_mixes(folder: Path, model: str, count: int, rank: int) -> list[LoRARequest]:
+    """As `write_adapters` under `folder`/parts, each a mix of two adapters of half the rank."""
+    if not count:
+        return []
+    from minivllm.mixes import mix  # an extension, which only these need
+
+    parts = [
+        LoRARequest(f"part-{part.lora_name}", 200_000 + part.lora_int_id, part.lora_path)
+        for part in write_adapters(folder / "parts", model, 2 * count, rank // 2)
+    ]
+    return [mix([(one, 0.7), (other, 0.3)]) for one, other in zip(parts[::2], parts[1::2])]
+
+
 def ranks_of(count: int, rank: int, lowest: int | None = None) -> list[int]:
     """`rank` first, then one less in turns, down to `lowest`."""
     span = rank - (lowest or rank) + 1

@@ -14,7 +14,8 @@ LAYER_DTYPES = ("float32", "float64", "bfloat16", "float16")
 BACKENDS = ("auto", "loops", "grouped", "triton", "paged", "invariant")
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
-DORA = "-dora"  # how the name of a case of DoRA adapters ends
+# How the name of a case ends whose adapters are no plain ones.
+DORA, MIX = "-dora", "-mix"
 MIXES = ("uniform", "zipf", "half", "ranks")
 LARGEST = 10**9
 
@@ -75,11 +76,12 @@ def each_once(read_one: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def decode_case(text: str) -> str:
-    """ "base", "none", a number of adapters, or one of DoRA adapters as in 8-dora."""
-    count = text.removesuffix(DORA)
+    """ "base", "none", a number of adapters, or one of DoRA adapters or mixes of two as in 8-dora, 8-mix."""
+    count = text.removesuffix(DORA).removesuffix(MIX)
     if text not in ("base", "none") and not (count.isdecimal() and int(count)):
         raise ArgumentTypeError(
-            f"there is no case '{text}'; use base, none, a number of adapters, or 8{DORA} for so many DoRA adapters"
+            f"there is no case '{text}'; use base, none, a number of adapters, or 8{DORA}, 8{MIX} for so many DoRA "
+            "adapters, mixes of two adapters"
         )
     return text
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.adapters import write_adapters, write_dora_adapters
-from benchmarks.arguments import DORA
+from benchmarks.adapters import write_adapters, write_dora_adapters, write_mixes
+from benchmarks.arguments import DORA, MIX
 from benchmarks.measure import HostShare, Step, decode_summary, median_of, run_to_end
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
@@ -21,23 +21,25 @@ from minivllm.sampling_params import SamplingParams
 # Fewer adapters than this are served from an engine with this many slots, as a user would.
 SLOTS = 8
 WARM_UP_TOKENS = 8
+# Kind of adapters -> (folder, model, how many, rank) -> requests that name them.
+WRITE = {"": write_adapters, DORA: write_dora_adapters, MIX: write_mixes}
 
 
 @dataclass(frozen=True)
 class Case:
     """What the requests use.
 
-    name       "base" (LoRA off), "none" (LoRA on, nobody uses it), the number of adapters, or that of DoRA adapters
-               ("8-dora")
+    name       "base" (LoRA off), "none" (LoRA on, nobody uses it), the number of adapters, or that of others than
+               plain ones ("8-dora", "8-mix")
     adapters   that the requests take in turns
     slots      of the engine; 0 = LoRA off
-    dora       whether the adapters are DoRA's
+    kind       of the adapters: "" plain ones, or how the name ends
     """
 
     name: str
     adapters: int
     slots: int
-    dora: bool = False
+    kind: str = ""
 
     @classmethod
     def parse(cls, name: str) -> "Case":
@@ -46,21 +48,21 @@ class Case:
             return cls(name, 0, 0)
         if name == "none":
             return cls(name, 0, SLOTS)
-        count = name.removesuffix(DORA)
+        kind = next((end for end in WRITE if end and name.endswith(end)), "")
+        count = name.removesuffix(kind)
         if not count.isdigit() or not int(count):
-            raise ValueError(f"unknown case '{name}'; use base, none, 8, or 8{DORA}")
-        return cls(name, int(count), max(SLOTS, int(count)), dora=name != count)
+            raise ValueError(f"unknown case '{name}'; use base, none, 8, 8{DORA}, or 8{MIX}")
+        return cls(name, int(count), max(SLOTS, int(count)), kind)
 
 
 def run(options: Namespace, report: Report, folder: Path) -> None:
     """Measure every case with every number of requests; one engine for all cases with as many slots."""
     cases = [Case.parse(name) for name in options.cases]
-    most = {
-        dora: max((case.adapters for case in cases if case.dora == dora), default=0) for dora in (False, True)
-    }
     adapters = {
-        False: write_adapters(folder, options.model, most[False], options.rank),
-        True: write_dora_adapters(folder, options.model, most[True], options.rank),
+        kind: write(
+            folder, options.model, max(c.adapters if c.kind == kind else 0 for c in cases), options.rank
+        )
+        for kind, write in WRITE.items()
     }
     for slots in sorted({case.slots for case in cases}):
         run_on_one_engine(options, report, [case for case in cases if case.slots == slots], adapters)
@@ -68,11 +70,11 @@ def run(options: Namespace, report: Report, folder: Path) -> None:
 
 
 def run_on_one_engine(
-    options: Namespace, report: Report, cases: list[Case], adapters: dict[bool, list[LoRARequest]]
+    options: Namespace, report: Report, cases: list[Case], adapters: dict[str, list[LoRARequest]]
 ) -> None:
     """All cases of equal slots. A case with more adapters than requests is left out: not all would be used.
 
-    adapters   plain ones under False, DoRA's under True
+    adapters   by their kind
     """
     started = time.perf_counter()
     most = max(options.requests)
@@ -83,7 +85,7 @@ def run_on_one_engine(
         for requests in options.requests:
             if case.adapters <= requests:
                 row = {"case": case.name, "slots": case.slots, "requests": requests}
-                row |= measure(engine, options, requests, adapters[case.dora][: case.adapters])
+                row |= measure(engine, options, requests, adapters[case.kind][: case.adapters])
                 report.add({**row, "engine_load_s": load_seconds})
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.arguments import DORA
+from benchmarks.arguments import DORA, MIX
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
@@ -75,8 +75,9 @@ def legend(where: Axes | Figure, colours: dict[str, str], mark: str | None, **op
 
 def case_label(case: str) -> str:
     names = {"none": "LoRA on, none used", "1": "1 adapter"}
-    kind = "DoRA adapters" if case.endswith(DORA) else "adapters"
-    return names.get(case, f"{case.removesuffix(DORA)} {kind}")
+    kinds = {DORA: "DoRA adapters", MIX: "mixes", "": "adapters"}
+    end = next(end for end in kinds if case.endswith(end))
+    return names.get(case, f"{case.removesuffix(end)} {kinds[end]}")
 
 
 def vllm_rates(content: dict[str, Any]) -> dict[tuple[str, int], int]:

@@ -22,7 +22,7 @@ from tests.worlds.waiting import PATIENCE
         (["decode", "--requests", "8,4,8"], "'8' is named twice"),
         (
             ["decode", "--cases", "base,adapters"],
-            "no case 'adapters'; use base, none, a number of adapters, or 8-dora",
+            "no case 'adapters'; use base, none, a number of adapters, or 8-dora, 8-mix",
         ),
         (["decode", "--cases", "0"], "no case '0'"),
         (["decode", "--cases", "0-dora"], "no case '0-dora'"),
