@@ -64,7 +64,8 @@ class AdapterRegistry:
         it is not there.
         """
         try:
-            lora_request = self.compose(lora_request)
+            if lora_request.is_made_of_others:
+                lora_request = self.compose(lora_request)
             adapter = self.identify(lora_request)
         except ValueError as error:
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(error))
@@ -76,8 +77,8 @@ class AdapterRegistry:
         return adapter.found if lora is None else lora.beside
 
     def compose(self, lora_request: LoRARequest) -> LoRARequest:
-        """A request as it is to be taken now. Where its adapter is made of others, with these as they are read now, and
-        as an order to read it again if they are others than last time.
+        """A request as it is to be taken now, whose adapter is made of others: with these as they are read now, and as
+        an order to read it again if they are others than last time.
 
         ValueError for a part that contradicts what is registered, is not known or is being unloaded.
         """
@@ -117,7 +118,8 @@ class AdapterRegistry:
         A second name for the same id and folder is an alias. A reload from another folder brings its own name: the
         names before it led to other weights, and are free.
         """
-        lora_request = self.compose(lora_request)
+        if lora_request.is_made_of_others:
+            lora_request = self.compose(lora_request)
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
@@ -213,7 +215,8 @@ class AdapterRegistry:
         case the answer is False. RuntimeError when all that memory holds is pinned or in use. After an error the
         adapter is known as before.
         """
-        lora_request = self.compose(lora_request)
+        if lora_request.is_made_of_others:
+            lora_request = self.compose(lora_request)
         known = self.adapters.get(lora_request.lora_int_id)
         before = known and known.version
         found = self.examine(lora_request) if found is None else found

@@ -22,6 +22,7 @@ from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.plans import AdapterPlan
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import (
+    files_in,
     find_safetensors,
     find_weights_file,
     read_header,
@@ -45,6 +46,7 @@ class AdapterSource:
     manager   of the model that adapters are for
     reading   the parameters of `LoRAModel.from_lora_tensors` that the model decides
     most_tensors   that an adapter of all its modules has: A, B and a bias of each, and copies of base embeddings
+    files_beside   names of all files that options add to an adapter's folder
     loading   ids of the adapters that are read beside the steps: none here
     """
 
@@ -60,6 +62,7 @@ class AdapterSource:
         }
         tensors = MOST_TENSORS if self.reading["skip_prefixes"] else 4 * len(manager.wrapped.claims) + 16
         self.most_tensors = min(MOST_TENSORS, tensors)
+        self.files_beside = [name for option in manager.extensions.options for name in option.files]
         self._plans: dict[Hashable, AdapterPlan] = {}  # the one used longest ago is the first
         self._lock = Lock()
 
@@ -105,13 +108,18 @@ class AdapterSource:
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:
             folder = find_adapter_folder(lora_request.lora_path, self.manager.extensions.folder_sources)
-            lora = self._read(lora_request, folder, shapes_only)
+            read = self._read_parts if lora_request.is_made_of_others else self._read
+            lora = read(lora_request, folder, shapes_only)
         except BaseException as error:
             refusal = _refusal(one_sentence(lora_request.lora_name, LONGEST_NAME), error)
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(refusal))
             raise refusal from error
         lora.name = lora_request.lora_name
         return lora
+
+    def _read_parts(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
+        """As `_read`, an adapter that is made of others, in a source that can make one."""
+        raise ValueError("it is made of other adapters, and nothing here makes one")
 
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `load` and `check`, but errors do not name the adapter yet."""
@@ -124,7 +132,7 @@ class AdapterSource:
         helper = PEFTHelper.from_local_dir(folder, longest, extensions)
         helper.validate_legal(self.manager.lora_config)
         path, adapter_id = find_weights_file(folder), lora_request.lora_int_id
-        has_plan = path.suffix == ".safetensors" and not extensions.files_in(folder)
+        has_plan = path.suffix == ".safetensors" and not files_in(folder, self.files_beside)
         if has_plan:
             with reading(path) as file:
                 plan = self._plan_of(path, file, helper, shapes_only)

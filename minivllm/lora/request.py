@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from minivllm.errors import in_one_sentence
 
@@ -24,8 +24,12 @@ class LoRARequest:
     weights under the same name count as the same adapter. The same id and path under another name is an alias. It is
     not equal, but one adapter: everything below a request goes by the id.
 
+    is_made_of_others   whether it names other adapters, of which its own is made (`minivllm.mixes`)
+
     Raises ValueError for an empty name or path, or an id out of range.
     """
+
+    is_made_of_others: ClassVar[bool] = False
 
     lora_name: str
     lora_int_id: int

@@ -28,14 +28,12 @@ class MixParts:
         if event.kind == "forget" and event.adapter_id in self.lives:
             self.lives[event.adapter_id] += 1
 
-    def __call__(self, lora_request: LoRARequest, registry: AdapterRegistry) -> LoRARequest:
-        """The request with its parts as they are read now; one that is no mix as it is.
+    def __call__(self, lora_request: MixRequest, registry: AdapterRegistry) -> MixRequest:
+        """The request with its parts as they are read now.
 
         ValueError for a name that the engine does not know, and for a part that contradicts what is registered or is
         being unloaded.
         """
-        if not isinstance(lora_request, MixRequest):
-            return lora_request
         found = [self._part(part, registry) for part, _ in lora_request.parts]
         composed, versions = tuple(request for request, _ in found), tuple(version for _, version in found)
         known = registry.adapters.get(lora_request.lora_int_id)

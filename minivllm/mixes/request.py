@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from minivllm.errors import in_one_sentence, is_finite, shown
 from minivllm.lora.request import LoRARequest
@@ -24,6 +25,8 @@ class MixRequest(LoRARequest):
     composed   the adapters as they are read, once the engine has looked them up (`MixParts`)
     versions   and which version of each this is: numbers, none of which comes back with other weights
     """
+
+    is_made_of_others: ClassVar[bool] = True
 
     parts: tuple[tuple[Part, float], ...] = ()
     composed: tuple[LoRARequest, ...] = field(default=(), repr=False)

@@ -9,7 +9,6 @@ from minivllm.lora.layers.base import BaseLinearLayerWithLoRA, LayerWeights, Par
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.request import LoRARequest
 from minivllm.lora.wrapping import WrappedModules
 from minivllm.mixes.request import MixRequest
 
@@ -19,9 +18,7 @@ Weighted = tuple[LoRALayerWeights, float]
 class MixSource(AdapterSource):
     """Reads a mix as one adapter, of its parts' folders; all other adapters as they are read without it."""
 
-    def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
-        if not isinstance(lora_request, MixRequest):
-            return super()._read(lora_request, folder, shapes_only)
+    def _read_parts(self, lora_request: MixRequest, folder: str, shapes_only: bool) -> LoRAModel:
         if not lora_request.composed:
             raise ValueError(
                 "its parts have not been looked up; an engine does that when a request for it arrives"

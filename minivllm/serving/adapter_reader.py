@@ -144,7 +144,9 @@ class AdapterReader(AdapterSource):
 
         The future is done when the adapter has been read or cannot be; the load then raises the error again.
         """
-        given, lora_request = lora_request, self.registry.compose(lora_request)
+        given = lora_request
+        if lora_request.is_made_of_others:
+            lora_request = self.registry.compose(lora_request)
         adapter_id = lora_request.lora_int_id
         in_memory = self.worker.manager.get_adapter(adapter_id) is not None
         if in_memory and not lora_request.load_inplace:

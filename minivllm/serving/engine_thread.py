@@ -146,7 +146,8 @@ class EngineThread:
             raise id_in_use(request_id)
         check = None
         if self.reader is not None and isinstance(request_id, str) and isinstance(lora_request, LoRARequest):
-            request = request._replace(lora_request=engine.adapters.compose(lora_request))
+            if lora_request.is_made_of_others:
+                request = request._replace(lora_request=engine.adapters.compose(lora_request))
             check = self.reader.check_ahead(request.lora_request)
         if check is None:
             self._add(engine, sink, request)
