@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from minivllm.config import CacheConfig
+from minivllm.core.block_hashes import BASE_IDENTITY, block_hashes
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.request import Request
-
-BASE_IDENTITY = 0
 
 
 @dataclass
@@ -149,24 +148,5 @@ class KVCacheManager:
             request.block_hashes = []
 
     def _block_hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Hashes of the first `num_blocks` full blocks; kept, since tokens only ever follow.
-
-        Blocks before the adapter begins are the base model's: whoever computed them, all find them. The block in which
-        it begins is hashed as two, the base model's tokens and the adapter's, because what it holds depends on where it
-        begins. Of a request that is bound to no load only blocks before are known.
-        """
-        hashes, start = request.block_hashes, request.adapter_start
-        if request.cache_identity is None:
-            num_blocks = min(num_blocks, start // self.block_size)
-        for i in range(len(hashes), num_blocks):
-            first, end = i * self.block_size, (i + 1) * self.block_size
-            border = min(max(first, start), end)
-            block_hash = hashes[-1] if hashes else None
-            if border > first:
-                tokens = request.all_token_ids[first:border]
-                block_hash = hash_block_tokens(block_hash, tokens, BASE_IDENTITY)
-            if border < end:
-                tokens = request.all_token_ids[border:end]
-                block_hash = hash_block_tokens(block_hash, tokens, request.cache_identity)
-            hashes.append(block_hash)
-        return hashes[:num_blocks]
+        """Keys of the first `num_blocks` full blocks, as far as it is known who computes them."""
+        return block_hashes(request, num_blocks, self.block_size, hash_block_tokens)

@@ -9,8 +9,7 @@ from labs.kit.regions import ROOT, Exercise, LabError
 class Hints(NamedTuple):
     """minutes: for a good engineer to whom this is new; hints: a nudge, the approach, pseudocode
 
-    track: core, on the way to the engine; kernels, the path of phase 4; serving, that of phase 9; policies, that of
-    phase 10; ranks, that of phase 11; side, about options
+    track: core, on the way to the engine; side, about options; others are the path of one phase (labs.kit.path)
 
     An exercise's `uses` there are its recipes (labs.kit.regions).
     """

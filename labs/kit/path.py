@@ -12,13 +12,14 @@ TRACKS = {
     "serving": "on the serving path",
     "policies": "on the policy path",
     "ranks": "on the parallel path",
+    "variants": "on the variant path",
     "side": "on side tracks",
 }
 MARKS = {"side": "  (side track)"}  # behind a title
 
 
 def track_of(exercise: Exercise) -> str:
-    """core, kernels, serving, policies, ranks or side; core where nobody has described the exercise yet."""
+    """One of `TRACKS`; core where nobody has described the exercise yet."""
     hints = hints_of(exercise)
     return hints.track if hints else "core"
 

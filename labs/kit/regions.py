@@ -31,6 +31,7 @@ PHASES = (
     "09_serving",
     "10_many_adapters",
     "11_many_gpus",
+    "12_variants",
 )
 
 SOURCES = ("minivllm", "phases/00_one_file")  # folders of the files in which exercises are

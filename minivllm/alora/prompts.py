@@ -22,15 +22,20 @@ class InvokedPrompts:
     def __init__(self, limits_of: LimitsOf) -> None:
         self.limits_of = limits_of
 
+    # region lab 12.1: where the adapter begins
     def __call__(
         self, base: PromptLimits, lora_request: LoRARequest, found: Mapping[str, Any]
     ) -> PromptLimits:
+        """As `limits_of` says, and `adapter_start` where what was found of the adapter has tokens (INVOCATION)."""
         limits = self.limits_of(base, lora_request, found)
         if (tokens := found.get(INVOCATION)) is None:
             return limits
         return limits._replace(adapter_start=partial(start_of_last, tokens))
 
+    # endregion
 
+
+# region lab 12.1: where the adapter begins
 def start_of_last(tokens: Sequence[int], token_ids: Sequence[int]) -> int:
     """The position of the first of `tokens` where they occur last in a prompt; NEVER if they do not.
 
@@ -42,3 +47,6 @@ def start_of_last(tokens: Sequence[int], token_ids: Sequence[int]) -> int:
         if backwards[place : place + len(wanted)] == wanted:
             return len(backwards) - place - len(wanted)
     return NEVER
+
+
+# endregion

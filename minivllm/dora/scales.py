@@ -1,8 +1,7 @@
 """From magnitudes to scales of a linear's outputs. In PEFT `DoraLinearLayer` (peft/tuners/lora/dora.py, 0.21.2).
 
 With the weight W, an adapter's s B A and its magnitude m, DoRA's weight has rows of length m in the directions of those
-of W + s B A. So its output is that of the plain adapter, column by column times m / |row of W + s B A|; but the base
-layer's bias, which is in that output, is not scaled.
+of W + s B A.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,32 +34,34 @@ class ScaledLinears:
         self.layers = layers
         self.has_scales = False
         self._squares: dict[str, torch.Tensor] = {}  # by module, (N,): squared lengths of the rows of W
-        # (S + 1, N) each: the tables of a layer side by side, and a last row of zeros, which slot -1 is.
-        self._tables: dict[BaseLinearLayerWithLoRA, torch.Tensor] = {}
+        self._rooms: dict[BaseLinearLayerWithLoRA, Any] = {}  # what `_make_room` gave
         for layer in layers.values():
-            count, dtype, device = len(layer.slots.b[0]), layer.slots.b[0].dtype, layer.weight.device
-            table = torch.zeros(count + 1, sum(layer.output_slices), dtype=dtype, device=device)
-            self._tables[layer] = table
-            of_slices = table[:count, None].split(layer.output_slices, dim=2)
-            layer.slots.beside[SCALE] = tuple(of_slices)
+            self._rooms[layer] = self._make_room(layer)
             layer.register_forward_hook(self.scale)
 
     # ---- of an adapter --------------------------------------------------------------------------------------
 
+    # region lab 12.3: from lengths to scales
     def scales(
         self, name: str, parts: Sequence[LoRALayerWeights | None], magnitudes: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """scale - 1 of each part that is there, (1, N_i) on a CPU; B has its scaling already.
+        """scale - 1 of each part that is there, (1, N_i) in B's dtype on a CPU.
 
-        |W + BA|^2 = |W|^2 + 2 (W A^T) B + (B A A^T) B, row by row: W enters by a product, so that a weight which a CPU
-        has reordered, or int8, counts as what the layer computes with. At least in float32.
+        name        the module's
+        parts       of each slice of the layer, with A (r_i, K) and B (N_i, r_i), which has its scaling already; None
+                    where the adapter leaves a slice alone
+        magnitudes  (1, N_i) of each part
 
-        ValueError names a module whose rows have no length.
+        It is worked out at least in float32. A layer may have its weight in int8, or only as a CPU has reordered it
+        (`packed_weight`): then W is what the layer computes with. Of parts on the meta device it gives the magnitudes.
+
+        ValueError names a part that has a row of no length.
         """
         layer = self.layers[name]
         there = [i for i, part in enumerate(parts) if part is not None]
         if parts[there[0]].lora_a.is_meta:
             return [magnitudes[i] for i in there]
+        # |W + BA|^2 = |W|^2 + 2 (W A^T) B + (B A A^T) B, row by row: W enters by a product, and is nowhere made whole.
         base = layer.base_layer
         squares = self._squares_of(name, base)  # (N,)
         a = [parts[i].lora_a.to(squares) for i in there]
@@ -71,7 +72,7 @@ class ScaledLinears:
             own, lora_b = slice(*columns[i]), parts[i].lora_b.to(squares)  # (N_i, r)
             across = (product[:, own].t() * lora_b).sum(1)
             within = (lora_b @ (lora_a @ lora_a.t()) * lora_b).sum(1)
-            lengths = (squares[own] + 2 * across + within).clamp(min=0).sqrt()  # (N_i,)
+            lengths = (squares[own] + 2 * across + within).sqrt()  # (N_i,), NaN below 0
             scale = magnitudes[i].to(squares) / lengths
             if not scale.isfinite().all():
                 raise ValueError(
@@ -80,26 +81,48 @@ class ScaledLinears:
             found.append((scale - 1).to("cpu", parts[i].lora_b.dtype))
         return found
 
+    # endregion
+
     def _squares_of(self, name: str, base: LinearBase) -> torch.Tensor:
+        """`squared_lengths` of a module's base layer, (N,), worked out once."""
         if name not in self._squares:
             self._squares[name] = squared_lengths(base)
         return self._squares[name]
 
     # ---- of a step ------------------------------------------------------------------------------------------
 
+    # region lab 12.4: scales on outputs
+    def _make_room(self, layer: BaseLinearLayerWithLoRA) -> Any:
+        """Give a layer's slots n tables (S, 1, N_i) of zeros under SCALE, in their dtype, where the weight is.
+
+        Adapters' scales - 1 are written there. It returns what `scale` finds in `_rooms`.
+        """
+        b, height = layer.slots.b[0], sum(layer.output_slices)
+        # The tables side by side, and a last row of zeros, which slot -1 is.
+        table = torch.zeros(len(b) + 1, height, dtype=b.dtype, device=layer.weight.device)
+        layer.slots.beside[SCALE] = table[: len(b), None].split(layer.output_slices, dim=2)
+        return table
+
     def scale(
         self, layer: BaseLinearLayerWithLoRA, inputs: Any, output: tuple[torch.Tensor, None]
     ) -> tuple[torch.Tensor, None]:
-        """y += (scale - 1) * (y - bias), each row's own scales, in place.   y: (T, N)
+        """Runs behind the layer's product, and makes of each row's output what it is with its adapter's scales.
 
-        Two launches on a GPU, because a step of decodes has four such linears in each layer and waits for each launch.
+        output   (y, None), where y (T, N) has base layer, its bias and adapters in it. It is changed in place, and
+                 returned
+
+        Rows of the base model, and of adapters without scales, stay what they are. Where no adapter in a slot has any,
+        a CPU computes nothing; a GPU always does, because a captured step runs for all batches. It should take few
+        launches there: a step of decodes has four such linears in each layer, and waits for each launch.
         """
         y, backend, bias = output[0], layer.backend, layer.bias
         if backend.no_lora or not (self.has_scales or y.is_cuda):
             return output
-        own = self._tables[layer][backend.token_slots(len(y))]  # (T, N)
+        own = self._rooms[layer][backend.token_slots(len(y))]  # (T, N)
         y.addcmul_(own, y if bias is None else y - bias)
         return output
+
+    # endregion
 
 
 def products_with_weight(base: LinearBase, x: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,15 @@ def test_a_slot_that_had_scales_serves_an_adapter_without(llama):
         llama.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])])
 
 
+def test_so_it_does_while_another_slot_has_scales(llama):
+    """On a CPU nobody looks at scales, and so at those that were left, unless an adapter in a slot has any."""
+    engine = llama.engine(enable_dora=True, max_loras=2)
+
+    for name in ["dora all", "dora qv", "plain"]:  # the plain one takes the first one's slot
+        llama.assert_serves(engine, [(name, [5, 9, 5, 3])])
+    assert engine.debug_info()["slots"][0] == llama.request("plain").lora_int_id
+
+
 def test_slots_that_a_gpus_writer_fills_are_the_same(llama):
     engine = llama.engine(enable_dora=True, max_loras=1)
     manager = engine.adapters.manager

@@ -20,10 +20,7 @@ WHAT_NOW = """\
   lab compare                the same on our code, too: the first step that differs, if any
   lab hunt                   incidents of real servers: find the fault, mend it
   lab open                   open exercises: an interface and a budget, no recipe
-  lab check 4.1              where the kernel path begins: phases/04_triton_sgmv/README.md
-  lab check 9.1              where the serving path begins: phases/09_serving/README.md
-  lab check 10.1             where the policy path begins: phases/10_many_adapters/README.md
-  lab check 11.1             where the parallel path begins: phases/11_many_gpus/README.md
+{paths}
   docs/capstone.md           the end of the course: change one policy, and defend it with measurements
   Side tracks stand in the list above."""
 
@@ -68,9 +65,23 @@ def say_strays() -> None:
         Console(stderr=True).print(f"{names}: exercises have moved; run `lab migrate`", soft_wrap=True)
 
 
+def other_paths(exercises: list[Exercise]) -> str:
+    """A line for each path of a phase of its own: its first exercise, and its chapter."""
+    first: dict[str, Exercise] = {}
+    for exercise in exercises:
+        first.setdefault(track_of(exercise), exercise)
+    return "\n".join(
+        f"  {f'lab check {first[track].number}':27}where {where.removeprefix('on ')} begins: "
+        f"phases/{first[track].phase}/README.md"
+        for track, where in TRACKS.items()
+        if track in first.keys() - {"core", "side"}
+    )
+
+
 def say_next(exercise: Exercise | None) -> None:
     if exercise is None:
-        console.print(f"[green]The core path is done.[/] An engine runs on your code. What now:\n{WHAT_NOW}")
+        now = WHAT_NOW.format(paths=other_paths(choose(None)))
+        console.print(f"[green]The core path is done.[/] An engine runs on your code. What now:\n{now}")
         return
     hints = hints_of(exercise)
     minutes = f", about {hints.minutes} minutes" if hints else ""
