@@ -1,4 +1,4 @@
-"""Who computes which tokens, whose a block is, and what a magnitude makes of an output."""
+"""Who computes which tokens, whose a block is, what a magnitude makes of an output, and two adapters as one."""
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from minivllm.dora.scales import SCALE, ScaledLinears
 from minivllm.layers.linear import RowParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapping import from_layer
+from minivllm.mixes.weights import joined_ranks
 from minivllm.sampling_params import SamplingParams
 
 
@@ -73,3 +74,16 @@ def demo_12_4() -> Iterator[str]:
         y = torch.tensor([[107.0, 105.0]], dtype=torch.float64)
         scaled.scale(layer, (), (y, None))
         yield f"{name}: {numbers(y[0])}"
+
+
+def demo_12_5() -> Iterator[str]:
+    yield "B A of sql is 2 · 3, of json 5 · 1"
+    held = [
+        LoRALayerWeights(name, 1, 1, torch.tensor([[a]]), torch.tensor([[b]]))
+        for name, b, a in (("sql", 2.0, 3.0), ("json", 5.0, 1.0))
+    ]
+    for weights in ((1.0, 1.0), (10.0, -1.0), (0.5, 0.0)):
+        joined = joined_ranks("q_proj", list(zip(held, weights)), 2)
+        added = (joined.lora_b @ joined.lora_a).item()
+        said = f"A {numbers(joined.lora_a[:, 0])}, B {numbers(joined.lora_b[0])}, adds {added:g}"
+        yield f"weights {weights[0]:g} and {weights[1]:g}: {said}"

@@ -54,13 +54,13 @@ def slices_of(lora: LoRAModel, wrapped: WrappedModules) -> dict[str, Parts]:
     return {name: weights.parts for name, weights in lora.loras.items()}
 
 
+# region lab 12.5: several adapters as one
 def mixed(
     lora_model_id: int, adapters: Sequence[LoRAModel], weights: Sequence[float], wrapped: WrappedModules
 ) -> LoRAModel:
     """The accepted adapter that adds what they add, each times its weight. Shapes alone (meta) give shapes.
 
-    A module that one of them leaves alone has the others' ranks. ValueError where ranks together are above
-    `max_lora_rank`, and for weights that make a number infinite.
+    Some of them may leave a module alone, or a slice of it. ValueError as `joined_ranks` says.
     """
     by_module: dict[str, list[tuple[Parts, float]]] = {}
     for adapter, weight in zip(adapters, weights, strict=True):
@@ -79,7 +79,11 @@ def mixed(
 
 
 def joined_ranks(name: str, held: Sequence[Weighted], most: int) -> LoRALayerWeights | None:
-    """A's one below the other, and side by side B's times weights; None of nothing. B's have their scaling by now."""
+    """One pair A, B for a slice, which adds what these pairs add, each times its weight; None where there are none.
+
+    held    parts of a slice, whose B have their scaling already, with their weights
+    most    `max_lora_rank`, which the pair's rank may not exceed: ValueError, also for numbers that become infinite
+    """
     if not held:
         return None
     ranks = [part.lora_a.shape[0] for part, _ in held]
@@ -94,3 +98,6 @@ def joined_ranks(name: str, held: Sequence[Weighted], most: int) -> LoRALayerWei
         weights = ", ".join(str(weight) for _, weight in held)
         raise ValueError(f"{name} has numbers that weights {weights} make infinite")
     return LoRALayerWeights(held[0][0].module_name, rank, rank, lora_a, lora_b, scaling=1)
+
+
+# endregion

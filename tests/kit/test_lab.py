@@ -220,7 +220,7 @@ def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
     assert "Next: lab 5.5, a pin holds a slot  (side track)" in said
     assert said.startswith(
         "1 of 26 on the core path, 0 of 4 on the kernel path, 0 of 6 on the serving path, "
-        "0 of 5 on the policy path, 0 of 4 on the parallel path, 0 of 4 on the variant path, "
+        "0 of 5 on the policy path, 0 of 4 on the parallel path, 0 of 5 on the variant path, "
         "1 of 13 on side tracks "
     )
 
