@@ -36,6 +36,7 @@ from minivllm.parts import Parts, is_not_there
 from minivllm.policies import POLICIES
 from minivllm.sizing import SIZING
 from minivllm.sources import SOURCES
+from minivllm.versions import VERSIONS
 from minivllm.worker.model_runner import ModelRunner
 
 # Each can be taken away: its folder, its import above and its line here.
@@ -51,6 +52,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     AHEAD,
     OBSERVE,
     SIZING,
+    VERSIONS,
 )
 
 
@@ -109,7 +111,7 @@ def make_core(parts: Parts, tokenizer: Any, warm_up: bool, clock: Callable[[], f
     queues, adapters, limits_of = RequestQueues(), None, base_limits
     if (worker := executor.runner.worker_manager) is not None:
         limits_of = parts.make_limits_of(worker.manager, tokenizer is not None)
-        adapters = AdapterRegistry(queues, worker, parts.find_by_name, parts.look_up_parts)
+        adapters = parts.make_registry(queues, worker, parts.find_by_name, parts.look_up_parts, clock)
         listeners = (make(adapters.manager.get_adapter) for make in parts.make_listeners)
         adapters.manager.listeners.extend(listeners)
     scheduler = make_scheduler(parts, executor.runner, queues, adapters)

@@ -9,6 +9,7 @@ from typing import Any
 
 from minivllm.config import EngineConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler, SchedulingPolicy, first_come_first_served
+from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import LimitsOf, base_limits
 from minivllm.lora.extensions import LoRAExtensions
@@ -63,6 +64,7 @@ class Parts:
     manager_class, manager   what keeps adapters in memory and slots, and further arguments of it
     make_limits_of   (manager, with_tokenizers) -> `limits_of` of `EngineCore`
     make_source      as of `LRUCacheWorkerLoRAManager`
+    make_registry    (queues, worker, find_by_name, look_up_parts, clock) -> the records of adapters
     find_by_name, look_up_parts   as of `AdapterRegistry`
     make_listeners   each makes one that hears of what happens to adapters, of what looks an adapter up
     make_executor    as `run_here`
@@ -79,6 +81,11 @@ class Parts:
     manager: dict[str, Any] = field(default_factory=dict)
     make_limits_of: Callable[..., LimitsOf] = lambda manager, with_tokenizers: base_limits
     make_source: Callable[..., AdapterSource] = AdapterSource
+    make_registry: Callable[..., AdapterRegistry] = (
+        lambda queues, worker, find_by_name, look_up_parts, clock: AdapterRegistry(
+            queues, worker, find_by_name, look_up_parts
+        )
+    )
     find_by_name: Callable[..., Any] | None = None
     look_up_parts: Callable[..., LoRARequest] | None = None
     make_listeners: list[Callable[[GetAdapter], Any]] = field(default_factory=list)

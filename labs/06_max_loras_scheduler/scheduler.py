@@ -122,6 +122,12 @@ class Scheduler:
             self._finish(request, status, error)
         return requests
 
+    def preempt(self, adapter_id: int) -> None:
+        """Between two steps: have the running requests of an adapter wait, and compute anew what they have."""
+        for request in reversed(self.running[:]):
+            if request.adapter_id == adapter_id:
+                self._preempt(request, SchedulerOutput())
+
     def clear(self) -> None:
         """Begin anew: no request, no block in use, no clock that runs. Counters and the count of arrivals stay."""
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)

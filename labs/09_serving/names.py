@@ -125,6 +125,18 @@ class ModelNames:
             found.append((self.for_engine(adapter), weights[name]))
         return mix(found)
 
+    async def update(self, order: LoadAdapterRequest) -> int:
+        """Replace an adapter's weights beside requests under way; the new version. ApiError 404: it is not served."""
+        name = order.lora_name
+        async with self._lock(name):
+            adapter = self.known(name)
+            path = await self._allowed_path(order.lora_path)
+            await self.llm.add_lora(adapter)  # one of the start may have been refused room
+            running = order.running or "finish"
+            version = await self.llm.update_lora(name, path, version=order.lora_version, running=running)
+            self._serve(replace(adapter, lora_path=path))
+        return version
+
     async def pin(self, name: str) -> None:
         """Have the engine keep an adapter in a slot. ApiError 404 for a name that is not served.
 

@@ -87,6 +87,10 @@ class LookaheadCore(EngineCore):
         self._answer(self.pending)
         return super().pin_lora(adapter_id)
 
+    def update_lora(self, *args: Any, **options: Any) -> int:
+        self._answer(self.pending)  # it may preempt requests, and a stand-in is no token to compute again
+        return super().update_lora(*args, **options)
+
     # ---- a step -----------------------------------------------------------------------------------------------
 
     def _step(self, outputs: list[RequestOutput]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from sortedcontainers import SortedDict, SortedList
 
 from minivllm.core.request import Request
+from minivllm.lora.request import LoRARequest
 
 
 class RequestQueues:
@@ -51,6 +52,18 @@ class RequestQueues:
             del generations[request.adapter_generation]
         if not generations:
             del self.in_flight[request.adapter_id]
+
+    def reassign(self, request: Request, lora_request: LoRARequest, generation: int) -> None:
+        """A request that does not run goes on with another adapter, in its place by arrival."""
+        waits = request in self.waiting
+        if waits:
+            self.waiting.remove(request)
+        self.leave(request)
+        request.lora_request, request.adapter_generation = lora_request, generation
+        request.adapter_id = lora_request.lora_int_id
+        self.enter(request)
+        if waits:
+            self.waiting.add(request)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from minivllm.core.request_queue import RequestQueues
 from minivllm.engine.adapter import Adapter, AdapterVersion
 from minivllm.errors import RuntimeRefusal, is_leaving, is_recoverable, recoverable
 from minivllm.lora.loading import real_folder
-from minivllm.lora.request import LoRARequest
+from minivllm.lora.request import AtLeast, LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class AdapterRegistry:
     adapters   id -> record
     by_name    each of its names -> id
     noted      ids of the adapters that may have a reload, a failure or an unload: nobody has to walk through all
+    aliases    id that callers give -> id of the record that they mean by now; none here (`minivllm.versions`)
     pinned     ids of the adapters that are to keep a slot, in one yet or not. `manager.pinned_adapters` are in one
     """
 
@@ -51,6 +52,7 @@ class AdapterRegistry:
         self.adapters: dict[int, Adapter] = {}
         self.by_name: dict[str, int] = {}
         self.noted: set[int] = set()
+        self.aliases: dict[int, int] = {}
         self.pinned: set[int] = set()
         self._find_by_name = find_by_name
         self._look_up_parts = look_up_parts
@@ -160,8 +162,18 @@ class AdapterRegistry:
         # The one it was loaded under may be another adapter's by now.
         return request if request.lora_name == name else replace(request, lora_name=name)
 
+    def newest(self, lora_request: LoRARequest) -> LoRARequest:
+        """The request of the weights that an adapter has by now: the same here, where an id is one adapter's."""
+        return lora_request
+
+    def update_lora(self, preempt: Callable[[int], None], *args: Any, **options: Any) -> int:
+        """Replace an adapter's weights while requests run.   preempt: `Scheduler.preempt`"""
+        raise RuntimeRefusal("update_lora needs minivllm.versions, which is not there")
+
     def find(self, name: str, base_model: str) -> LoRARequest:
         """The adapter of that name; one that is not known yet is found by its name. ValueError if nobody knows it."""
+        if isinstance(name, AtLeast):
+            raise ValueError("AtLeast needs minivllm.versions, which is not there")
         if known := self.named(name):
             return known
         if self._find_by_name is None:

@@ -138,6 +138,10 @@ class EngineCore:
         """As `AdapterRegistry.pin_lora`, which may leave a running request without a slot."""
         return self.adapters.pin_lora(adapter_id)
 
+    def update_lora(self, *args: Any, **options: Any) -> int:
+        """As `AdapterRegistry.update_lora`, which may have running requests wait."""
+        return self.adapters.update_lora(self.scheduler.preempt, *args, **options)
+
     # ---- a step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:

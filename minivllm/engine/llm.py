@@ -1,7 +1,7 @@
 """Many prompts at once, from Python. Stands for vllm/entrypoints/llm.py (v0.22.1)."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -69,6 +69,12 @@ class LLM:
             self._thread.abandon(outputs)
             raise
         return [finished[request_id] for request_id in ids]
+
+    def update_lora(
+        self, adapter: str | int, weights: Mapping[str, Any] | str | os.PathLike[str], **options: Any
+    ) -> int:
+        """As `LLMEngine.update_lora`, between two steps of whoever generates."""
+        return self._thread.call(lambda engine: engine.update_lora(adapter, weights, **options))
 
     def _wait(self, total: int, outputs: Outputs, use_tqdm: bool) -> dict[str, RequestOutput]:
         """The last output of so many requests, by id."""

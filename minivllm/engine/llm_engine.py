@@ -1,8 +1,9 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,7 +112,9 @@ class LLMEngine:
             if lora_request is not None and self.adapters is None:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
             if isinstance(lora_request, str):
-                lora_request = self._named(lora_request)
+                lora_request = self._meant(lora_request)
+            elif lora_request is not None and lora_request.lora_int_id in self.adapters.aliases:
+                lora_request = self.adapters.newest(lora_request)
             found = {} if lora_request is None else self.adapters.examine(lora_request)
             text, token_ids, own_params, tokenizer, adapter_start = self.input_processor.process(
                 request_id, prompt, params, lora_request, found
@@ -162,10 +165,38 @@ class LLMEngine:
         """Load an adapter ahead of its first request. TypeError for what is no LoRARequest. vLLM: `add_lora`."""
         require_kind(LoRARequest, lora_request=lora_request)
         with self._one_call(), self.runner.cpu_threads.in_use():
-            found = self._registry().examine(lora_request)
+            lora_request = self._registry().newest(lora_request)
+            found = self.adapters.examine(lora_request)
             if found:
                 self.input_processor.limits(lora_request, found)  # ValueError if its tokenizer cannot be read
             return self.adapters.add_lora(lora_request, found)
+
+    def update_lora(
+        self,
+        adapter: str | int,
+        weights: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        peft_config: dict[str, Any] | None = None,
+        version: int | None = None,
+        running: str = "finish",
+    ) -> int:
+        """Replace an adapter's weights while requests run; the number of the new version. vLLM has none.
+
+        adapter       its name or id; it was added before
+        weights       tensors by PEFT's names, which are copied, or a folder
+        peft_config   that goes with tensors; None = as before
+        version       its number, greater than that of before; None = one more
+        running       what becomes of requests that are under way: "finish" with the weights that they began with,
+                      which keep a slot until then, or "restart": what is computed of them is computed anew with the
+                      new weights, while tokens that were sampled stay
+
+        ValueError, FileNotFoundError: what cannot be served; RuntimeError: no room in memory. All is then as before.
+        """
+        with self._one_call(), self.runner.cpu_threads.in_use():
+            self._registry()
+            return self.core.update_lora(
+                adapter, weights, peft_config=peft_config, version=version, running=running
+            )
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
@@ -189,15 +220,14 @@ class LLMEngine:
 
     def has_lora(self, lora_id: int) -> bool:
         """Whether requests may name this adapter: it is registered, in memory or not."""
-        return lora_id in self._registry().adapters
+        return self._registry().aliases.get(lora_id, lora_id) in self.adapters.adapters
 
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
         if lora_request is None or self.adapters is None:
             return self.tokenizer
         with self._one_call():  # an adapter's own is read, and kept
-            if isinstance(lora_request, str):
-                lora_request = self._named(lora_request)
+            lora_request = self._meant(lora_request)
             found = self.adapters.examine(lora_request)
             return self.input_processor.limits(lora_request, found).tokenizer if found else self.tokenizer
 
@@ -206,9 +236,11 @@ class LLMEngine:
             raise RuntimeRefusal("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.adapters
 
-    def _named(self, name: str) -> LoRARequest:
-        """The adapter that has this name, or that a resolver finds under it."""
-        return self.adapters.find(name, self.config.model_config.model)
+    def _meant(self, lora_request: LoRARequest | str) -> LoRARequest:
+        """The adapter as it is now; of a name the one that has it, or that a resolver finds under it."""
+        if isinstance(lora_request, str):
+            return self.adapters.find(lora_request, self.config.model_config.model)
+        return self.adapters.newest(lora_request)
 
     # ---- one call at a time -----------------------------------------------------------------------------------
 

@@ -58,3 +58,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+
+    @property
+    def lora_version(self) -> int | None:
+        """Which weights of its adapter it has: see `LoRARequest.version`; None for the base model. vLLM has none."""
+        return None if self.lora_request is None else self.lora_request.version

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from minivllm.errors import in_one_sentence
+from minivllm.errors import in_one_sentence, is_finite, require_int
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class LoRARequest:
                     larger one, and 0 means "base" there
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
+    version         which weights of the adapter these are, counted from 0 where `minivllm.versions` counts them; the
+                    engine sets it. None: the request ended before there were any
     lora_tensors    PEFT's name -> tensor: the adapter itself, instead of a folder. `peft_config` has then what
                     adapter_config.json would say, and `lora_path` becomes a name for these very tensors
 
@@ -36,6 +38,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = field(default=None, compare=False)
     load_inplace: bool = field(default=False, compare=False)
+    version: int | None = field(default=0, compare=False)
     lora_tensors: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     peft_config: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
@@ -72,3 +75,27 @@ class LoRARequest:
     name = property(attrgetter("lora_name"))
     adapter_id = property(attrgetter("lora_int_id"))
     path = property(attrgetter("lora_path"))
+
+
+class AtLeast(str):
+    """The name of an adapter, in the place of its LoRARequest, for a request that is to have new enough weights.
+
+    version   the least that will do; the request waits until `update_lora` has brought it
+    seconds   at most so long, and then ends with an error that says so
+
+    TypeError, ValueError: a version that is no int from 0 on, seconds that are no finite number from 0 on.
+    """
+
+    version: int
+    seconds: float
+
+    def __new__(cls, name: str, version: int, seconds: float = 60.0) -> "AtLeast":
+        require_int(0, version=version)
+        if not is_finite(seconds) or seconds < 0:
+            raise ValueError(f"seconds must be a finite number from 0 on, got {seconds!r}")
+        asked = super().__new__(cls, name)
+        asked.version, asked.seconds = version, float(seconds)
+        return asked
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AtLeast, (str(self), self.version, self.seconds)

@@ -54,6 +54,7 @@ class MixParts:
                 known = ", ".join(sorted(registry.by_name)[:8]) or "none"
                 raise ValueError(f"adapter '{part}' of a mix is unknown (known: {known}); load it first")
             part = named
+        part = registry.newest(part)
         adapter = registry.identify(part)
         if isinstance(adapter and adapter.request, MixRequest):
             raise ValueError(

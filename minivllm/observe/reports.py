@@ -201,7 +201,11 @@ def debug_info(engine: EngineCore, history: History) -> dict[str, object]:
             "free_slots": manager.get_free_slots(),
             "active_adapters": dict(manager.list_active_adapters()),
             "pinned": sorted(adapters.pinned),
-            "states": {adapters.name_of(i): state_of(adapters, i).value for i in adapters.adapters},
+            "states": {
+                record.request.lora_name: state_of(adapters, i).value
+                for i, record in adapters.adapters.items()
+                if record.names  # else it is nobody's any more, and waits for its last request
+            },
             "memory": manager.get_memory_stats(),
             "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
         }

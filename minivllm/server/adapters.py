@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from minivllm.errors import EngineDeadError
 from minivllm.server.context import Call, Server
 from minivllm.server.errors import ApiError
+from minivllm.server.formatting import VERSION_HEADER
 from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
 from minivllm.server.routes import get, post
 from minivllm.serving.calls import describe_adapters
@@ -54,21 +55,34 @@ def card(call: Call, name: str) -> dict[str, Any]:
 
 
 async def adapters(call: Call) -> dict[str, Any]:
-    """State, slot, pin, bytes and last use of each adapter."""
+    """State, slot, pin, bytes, last use and version of each adapter."""
     known = await call.server.llm.call(describe_adapters)
     found = []
     for name, served in sorted(call.server.names.served.items()):
         if not call.holder.may_use(name):
             continue
-        nothing = {"state": "known", "slot": None, "pinned": False, "bytes": None, "last_used": None}
+        nothing = {
+            "state": "known",
+            "slot": None,
+            "pinned": False,
+            "bytes": None,
+            "last_used": None,
+            "version": 0,
+        }
         found.append({"name": name, "path": served.lora_path, **nothing, **known.get(served.lora_int_id, {})})
     return {"object": "list", "data": found}
 
 
 async def load(body: LoadAdapterRequest, call: Call) -> PlainTextResponse:
-    """Load an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM answers 500."""
+    """Load an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM answers 500.
+
+    An update's version is in the header `x-lora-version`.
+    """
     server = changeable(call)
     with no_room_is_a_conflict():
+        if body.is_update:
+            version = await server.names.update(body)
+            return success(body.lora_name, "updated", {VERSION_HEADER: str(version)})
         await server.names.load(body)
     return success(body.lora_name, "added")
 
@@ -119,10 +133,10 @@ def no_room_is_a_conflict() -> Iterator[None]:
         raise ApiError(409, str(error)) from error
 
 
-def success(name: str, what: str) -> PlainTextResponse:
+def success(name: str, what: str, headers: dict[str, str] | None = None) -> PlainTextResponse:
     """vLLM's sentence."""
     text = f"Success: LoRA adapter '{name}' {what} successfully."
-    return PlainTextResponse(text.encode("utf-8", "backslashreplace"))
+    return PlainTextResponse(text.encode("utf-8", "backslashreplace"), headers=headers)
 
 
 ROUTES = (

@@ -35,7 +35,7 @@ async def complete(body: CompletionRequest, call: Call) -> Response:
     formatter = CompletionFormatter(
         new_id("cmpl"), body.model, body.return_token_ids, echoes=echoes, n=params.n
     )
-    return await respond(Generation(call, formatter.id, prompts, params, adapter), formatter, body)
+    return await respond(Generation(call, formatter.id, prompts, params, adapter, body), formatter)
 
 
 async def chat(body: ChatRequest, call: Call) -> Response:
@@ -46,7 +46,7 @@ async def chat(body: ChatRequest, call: Call) -> Response:
     formatter = ChatFormatter(
         new_id("chatcmpl"), body.model, body.return_token_ids, top_logprobs=body.top_logprobs or 0
     )
-    return await respond(Generation(call, formatter.id, [prompt], params, adapter), formatter, body)
+    return await respond(Generation(call, formatter.id, [prompt], params, adapter, body), formatter)
 
 
 async def chat_prompt(

@@ -16,6 +16,8 @@ from minivllm.server.errors import encode
 
 LEAST_LOGPROB = -9999.0  # vLLM's: JSON has no infinity
 
+VERSION_HEADER = "x-lora-version"
+
 TokenLogprobs = dict[int, Logprob]  # of one generated token: its own first, then the likeliest
 
 
@@ -42,7 +44,12 @@ class Formatter:
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return {**self._head(self.whole_object), "choices": choices, "usage": usage(outputs)}
+        return {
+            **self._head(self.whole_object),
+            "choices": choices,
+            "usage": usage(outputs),
+            **version_field(outputs[0]),
+        }
 
     def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """One event of a stream, as it is sent."""
@@ -156,6 +163,16 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": prompt + answers,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def version_field(output: RequestOutput) -> dict[str, int]:
+    """`lora_version`: the version of the adapter's weights; nothing for the base model."""
+    return {} if output.lora_version is None else {"lora_version": output.lora_version}
+
+
+def version_header(output: RequestOutput) -> dict[str, str]:
+    """The same as a header; of a stream what it begins with."""
+    return {} if output.lora_version is None else {VERSION_HEADER: str(output.lora_version)}
 
 
 def new_logprobs(answer: CompletionOutput) -> list[TokenLogprobs] | None:

@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.lora.request import LoRARequest
+from minivllm.lora.request import AtLeast, LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.context import Call
 from minivllm.server.errors import REPORTED, ApiError, Json, encode, error_body, status_of
-from minivllm.server.formatting import Formatter, usage
+from minivllm.server.formatting import Formatter, usage, version_field, version_header
 from minivllm.server.metrics import Progress
 from minivllm.server.protocol import SamplingFields, StreamOptions
 from minivllm.serving.cancellation import unless_gone
@@ -37,6 +37,7 @@ class Generation:
     """The answers to the prompts of one HTTP request, all by one adapter.
 
     request_id   of the first prompt it is `request_id-0` to the engine
+    body         says which version of the adapter will do
     """
 
     call: Call
@@ -44,6 +45,18 @@ class Generation:
     prompts: Sequence[Prompt]
     params: SamplingParams
     adapter: LoRARequest | None
+    body: SamplingFields
+
+    def for_engine(self) -> LoRARequest | str | None:
+        """The adapter as a request of the engine names it. ApiError 400 for a version of the base model or of a mix."""
+        if self.call.is_mixed and self.body.min_lora_version is None:
+            return self.adapter
+        if self.body.min_lora_version is None:
+            return self.call.server.names.for_engine(self.adapter)
+        if self.adapter is None or self.call.is_mixed:
+            sentence = f"'{self.body.model}' is the base model, which has no versions; leave it out"
+            raise ApiError(400, sentence, "min_lora_version")
+        return AtLeast(self.adapter.lora_name, self.body.min_lora_version, self.body.lora_version_timeout)
 
     def outputs(self, kind: Literal["delta", "final"]) -> AsyncGenerator[Numbered, None]:
         """Outputs as they come: every output, or the last one of each prompt.
@@ -58,7 +71,7 @@ class Generation:
         progress = Progress(server.metrics, self.call.record, model)
         outputs = server.llm.generate(
             *(self.prompts[number], self.params, f"{self.request_id}-{number}"),
-            self.adapter if self.call.is_mixed else server.names.for_engine(self.adapter),
+            self.for_engine(),
             output_kind=kind,
             on_abort=partial(progress.observe, all_are_seen=False),
         )
@@ -108,16 +121,18 @@ async def merged(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerato
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def respond(generation: Generation, formatter: Formatter, body: SamplingFields) -> Response:
+async def respond(generation: Generation, formatter: Formatter) -> Response:
     """The response to an HTTP request, which is aborted if the client closes the connection.
 
     Errors before the first token are raised, by this function or by the response, which has not begun by then, so that
     they have a status of their own.
     """
-    if body.stream:
-        return EventStream(generation, formatter, body.stream_options or StreamOptions())
+    if generation.body.stream:
+        return EventStream(generation, formatter, generation.body.stream_options or StreamOptions())
     outputs = await unless_gone(generation.call.receive, _last_outputs(generation))
-    return Response(status_code=CLIENT_CLOSED) if outputs is None else Json(formatter.whole(outputs))
+    if outputs is None:
+        return Response(status_code=CLIENT_CLOSED)
+    return Json(formatter.whole(outputs), headers=version_header(outputs[0]))
 
 
 async def _last_outputs(generation: Generation) -> list[RequestOutput]:
@@ -131,9 +146,11 @@ async def _last_outputs(generation: Generation) -> list[RequestOutput]:
 
 
 def raise_failure(output: RequestOutput) -> None:
-    """ApiError 500 for a request that failed in the engine, 503 for one that the server aborted."""
+    """ApiError 500 for a request that failed in the engine, 503 for one that the server aborted, or whose adapter's
+    version did not come."""
     if output.error is not None:
-        raise ApiError(500, output.error)
+        has_begun = output.lora_request is None or output.lora_version is not None
+        raise ApiError(500 if has_begun else 503, output.error)
     if output.finished and any(answer.finish_reason == "abort" for answer in output.outputs):
         raise ApiError(503, "the request was aborted by the server")
 
@@ -159,7 +176,8 @@ class EventStream(Response):
         async with aclosing(self.generation.outputs("delta")) as outputs:
             first = await anext(outputs)
             raise_failure(first[1])
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            version = [(name.encode(), value.encode()) for name, value in version_header(first[1]).items()]
+            await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *version]})
             async with aclosing(self._events(first, outputs)) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -178,7 +196,8 @@ class EventStream(Response):
             while numbered is not None:
                 raise_failure(numbered[1])
                 for index, answer in self._new_answers(*numbered):
-                    yield self.formatter.event([self.formatter.delta(index, answer)], **self._usage_so_far())
+                    more = {**self._usage_so_far(), **version_field(numbered[1])}
+                    yield self.formatter.event([self.formatter.delta(index, answer)], **more)
                 numbered = await anext(others, None)
             if self.options.include_usage:
                 yield self.formatter.event([], usage=usage(list(self._finals.values())))

@@ -92,6 +92,8 @@ class SamplingFields(Body):
 
     return_token_ids   each choice has its new `token_ids`, too; without a tokenizer a server has no text to return
     lora_mix           names of adapters and the weight of each, in the place of one adapter (`minivllm.mixes`)
+    min_lora_version   the adapter's weights are to be of this version or a later one (`AtLeast`): the request waits for
+                       it, at most `lora_version_timeout` seconds
 
     The last ones have no effect. Clients send them, and no answer would be another one without them; values that ask
     for more are refused (`refusals.FIELDS`).
@@ -118,6 +120,8 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     lora_mix: dict[Name, float] | None = None
+    min_lora_version: Annotated[int, Field(ge=0)] | None = None
+    lora_version_timeout: Annotated[float, Field(ge=0, le=3600)] = 60.0
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
@@ -251,11 +255,27 @@ class ChatRequest(SamplingFields):
 
 
 class LoadAdapterRequest(Body):
-    """POST /v1/load_lora_adapter. vLLM: `LoadLoRAAdapterRequest`."""
+    """POST /v1/load_lora_adapter. vLLM: `LoadLoRAAdapterRequest`.
+
+    lora_version, running   with `load_inplace`: an update, beside the requests that are under way
+                            (`LLMEngine.update_lora`); a plain `load_inplace` waits for them
+    """
 
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
+    lora_version: Annotated[int, Field(ge=1)] | None = None
+    running: Literal["finish", "restart"] | None = None
+
+    @model_validator(mode="after")
+    def _check_update(self) -> "LoadAdapterRequest":
+        if self.is_update and not self.load_inplace:
+            raise ValueError("lora_version and running may be given only with load_inplace: true")
+        return self
+
+    @property
+    def is_update(self) -> bool:
+        return self.lora_version is not None or self.running is not None
 
 
 class AdapterRequest(Body):

@@ -113,7 +113,8 @@ class AdapterReader(AdapterSource):
 
     def check_ahead(self, lora_request: LoRARequest) -> "Future[LoRAModel] | None":
         """Check an adapter that the engine is about to add. None if the engine knows it."""
-        if lora_request.lora_int_id in self.registry.adapters and not lora_request.load_inplace:
+        adapter_id = self.registry.aliases.get(lora_request.lora_int_id, lora_request.lora_int_id)
+        if adapter_id in self.registry.adapters and not lora_request.load_inplace:
             return None
         key = lora_request, lora_request.load_inplace
         if (check := self._checks.get(key)) is None:

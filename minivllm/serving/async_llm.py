@@ -1,6 +1,7 @@
 """The asynchronous engine that a server calls. Stands for `AsyncLLM` of vllm/v1/engine/async_llm.py (v0.22.1)."""
 
 import asyncio
+import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.batching import BatchingExecutor
-from minivllm.serving.calls import Function, Subscribe, adapter_events, is_leaving
+from minivllm.serving.calls import Function, Subscribe, adapter_events, is_leaving, update_lora
 from minivllm.serving.cancellation import listen
 from minivllm.serving.client import SECONDS_TO_STOP, EngineClient, EngineCoreRequest
 from minivllm.serving.engine_process import EngineProcess
@@ -243,6 +244,12 @@ class AsyncLLM:
             return await self.call(LLMEngine.add_lora, lora_request)
         finally:
             self._client.end_ahead(lora_request)
+
+    async def update_lora(
+        self, adapter: str | int, weights: Mapping[str, Any] | str | os.PathLike[str], **options: Any
+    ) -> int:
+        """As `LLMEngine.update_lora`; the engine's next step waits until the weights are packed."""
+        return await self.call(update_lora, adapter, weights, options)
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter, and return when it is in no slot and not in memory. False for an unknown id.

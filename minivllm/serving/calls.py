@@ -49,32 +49,36 @@ class EngineSnapshot:
             "in_memory": len(adapters.manager.list_adapters()),
             "in_slots": len(adapters.manager.list_active_adapters()),
         }
-        names = [sorted(adapters.name_of(i) for i in ids if i) for ids in (running, waiting)]
+        names = [sorted({adapters.name_of(i) for i in ids if i}) for ids in (running, waiting)]
         return cls(stats, counts, *names, adapters.manager.lora_slots)
 
 
 def describe_adapters(engine: LLMEngine) -> dict[int, dict[str, Any]]:
-    """State, slot, pin, bytes and last use of every adapter that the engine knows, by id."""
+    """State, slot, pin, bytes, last use and version of every adapter that the engine knows, by id."""
     if engine.adapters is None:
         return {}
     registry, manager = engine.adapters, engine.adapters.manager
     slots, held = manager.list_active_adapters(), manager.list_adapters()
     histories = manager.stats.by_adapter
-    return {
+    known = {
         adapter_id: {
             "state": state_of(registry, adapter_id).value,
             "slot": slots.get(adapter_id),
             "pinned": adapter_id in registry.pinned,
             "bytes": held[adapter_id].nbytes if adapter_id in held else None,
             "last_used": histories[adapter_id].last_used if adapter_id in histories else None,
+            "version": registry.adapters[adapter_id].request.version,
         }
         for adapter_id in registry.adapters
     }
+    return known | {given: known[newest] for given, newest in registry.aliases.items()}
 
 
 def is_leaving(engine: LLMEngine, adapter_id: int) -> bool:
     """Whether an adapter is being unloaded, and waits for the last requests that use it."""
-    adapter = None if engine.adapters is None else engine.adapters.adapters.get(adapter_id)
+    if engine.adapters is None:
+        return False
+    adapter = engine.adapters.adapters.get(engine.adapters.aliases.get(adapter_id, adapter_id))
     return adapter is not None and adapter.leaving
 
 
@@ -102,8 +106,13 @@ def adapter_events(engine: LLMEngine, listener: Callable[[LoRAEvent], object]) -
     return partial(listeners.remove, listener)
 
 
+def update_lora(engine: LLMEngine, adapter: str | int, weights: Any, options: dict[str, Any]) -> int:
+    """As `LLMEngine.update_lora`, with its options in a dict."""
+    return engine.update_lora(adapter, weights, **options)
+
+
 CALLS: tuple[Function, ...] = (
-    *(LLMEngine.add_lora, LLMEngine.remove_lora, LLMEngine.pin_lora, LLMEngine.unpin_lora),
+    *(LLMEngine.add_lora, update_lora, LLMEngine.remove_lora, LLMEngine.pin_lora, LLMEngine.unpin_lora),
     *(LLMEngine.list_loras, LLMEngine.get_tokenizer),
     *(EngineSnapshot.of, describe_adapters, is_leaving, newest_steps, step_records, adapter_events),
 )

@@ -461,7 +461,7 @@ def test_adapters_are_described(http, client):
     assert found["bytes"] > 0
     assert found["last_used"] > 1e9
     assert (found["pinned"], found["state"]) == (False, "in a slot")
-    assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used"}
+    assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used", "version"}
 
 
 def test_many_loads_of_one_name_at_once_serve_it_once(server, http, monkeypatch):

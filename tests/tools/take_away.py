@@ -46,6 +46,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "mixes": (),
     "observe": ("serving", "server", "simulate", "commands"),
     "sizing": ("economics",),
+    "versions": (),
     # The simulator reads adapters by the same policy, on its own clock.
     "serving": ("server", "commands.serve", "simulate", "commands.simulate"),
     "vllm": (),

@@ -1,0 +1,139 @@
+"""A tiny base model with an adapter that is updated while it serves, and what PEFT says of each version."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from minivllm import LLMEngine, RequestOutput, SamplingParams
+from minivllm.versions.weights import token_versions
+from tests.worlds.adapters import ADAPTERS
+from tests.worlds.engines import TinyWorld, run, tokens_of
+from tests.worlds.models import token_ids
+
+# What is in the updates: the same shapes, another rank, other modules.
+POLICY = ADAPTERS["qv"]
+WEIGHTS = {
+    "policy": POLICY,
+    "again": POLICY,
+    "third": POLICY,
+    "higher": {**POLICY, "r": 11},
+    "elsewhere": ADAPTERS["mlp"],
+}
+BESIDE = {"all": ADAPTERS["all"], "patterns": ADAPTERS["patterns"]}
+
+
+@dataclass
+class Asked:
+    """A request: the folder of each version that its adapter had, None = base."""
+
+    name: str | None
+    prompt: list[int]
+    output: RequestOutput | None = None
+    folders: list[str | None] = field(default_factory=list)
+
+
+class LearningWorld(TinyWorld):
+    """The adapter "policy" beside two that nobody updates; every set of its weights is in a folder of its own."""
+
+    def __init__(self, folder: Path, variant: str) -> None:
+        super().__init__(folder, variant, {**WEIGHTS, **BESIDE})
+
+    def tensors(self, folder: str) -> dict[str, torch.Tensor]:
+        return load_file(self.path(folder) / "adapter_model.safetensors")
+
+    def config(self, folder: str) -> dict:
+        return json.loads((self.path(folder) / "adapter_config.json").read_text())
+
+    def update(self, engine: LLMEngine, folder: str, **options: object) -> int:
+        """From tensors."""
+        return engine.update_lora("policy", self.tensors(folder), peft_config=self.config(folder), **options)
+
+    def logprobs(self, one: Asked, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Of the answer's tokens, each by the version that sampled it."""
+        tokens = tokens_of(one.output)
+        text, first = one.prompt + tokens, len(one.prompt) - 1
+        found = torch.zeros(len(tokens), dtype=torch.float64)
+        for folder in dict.fromkeys(one.folders):
+            own = self.oracle(dtype).logits(folder, [text])[0, first:-1].double().log_softmax(-1)
+            for i, token in enumerate(tokens):
+                if one.folders[i] == folder:
+                    found[i] = own[i, token]
+        return found
+
+    def check(self, asked: list[Asked], folder_of: dict[int, str], tolerance: float = 1e-9) -> int:
+        """Logprobs of all sampled tokens are PEFT's for the version that each says; tokens counted.
+
+        folder_of   version -> folder
+        """
+        count = 0
+        for one in asked:
+            assert one.output is not None and one.output.error is None, one
+            tokens = tokens_of(one.output)
+            one.folders = [one.name] * len(tokens)
+            if one.name == "policy":
+                versions = token_versions(one.output.lora_request, len(tokens))
+                one.folders = [folder_of[version] for version in versions]
+            off = (ours(one.output) - self.logprobs(one)).abs().max()
+            assert off < tolerance, f"{one.name} {one.prompt} {one.folders}: off by {off}"
+            count += len(tokens)
+        return count
+
+
+def ours(output: RequestOutput) -> torch.Tensor:
+    """The engine's logprobs of the tokens that it sampled."""
+    answer = output.outputs[0]
+    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+    return torch.tensor([entry[token].logprob for token, entry in pairs], dtype=torch.float64)
+
+
+def sampled(rng: random.Random, most: int = 12) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1.0]),
+        seed=rng.randrange(1000),
+        max_tokens=rng.randint(1, most),
+        ignore_eos=True,
+        logprobs=0,
+    )
+
+
+def serve(
+    world: LearningWorld, engine: LLMEngine, rng: random.Random, count: int
+) -> tuple[list[Asked], dict[int, str]]:
+    """Requests of all adapters that arrive while others run, and updates at random steps; version -> folder."""
+    asked: dict[str, Asked] = {}
+    finished, folder_of, version = {}, {0: "policy"}, 0
+    prefixes = [token_ids(rng.randint(4, 20), seed) for seed in range(3)]
+    engine.add_lora(world.request("policy"))
+    for number in range(count):
+        prompt = rng.choice([[], *prefixes]) + token_ids(rng.randint(1, 16), rng.randrange(10**6))
+        name = rng.choice([None, "policy", "policy", "policy", *BESIDE])
+        asked[str(number)] = Asked(name, prompt)
+        engine.add_request(str(number), prompt, sampled(rng), lora_request=world.request(name))
+        while rng.random() < 0.6:
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        if rng.random() < 0.2:
+            folder, running = rng.choice(list(WEIGHTS)), rng.choice(["finish", "restart"])
+            try:
+                version = world.update(engine, folder, running=running)
+            except RuntimeError as error:
+                assert "in memory" in str(error)
+            else:
+                folder_of[version] = folder
+    finished |= run(engine)
+    for key, one in asked.items():
+        one.output = finished[key]
+    return list(asked.values()), folder_of
+
+
+_worlds: dict[str, LearningWorld] = {}
+
+
+def learning_world(tmp_path_factory, variant: str = "llama-llama3-rope") -> LearningWorld:
+    """Made once a test run."""
+    if variant not in _worlds:
+        _worlds[variant] = LearningWorld(tmp_path_factory.mktemp(f"learning-{variant}"), variant)
+    return _worlds[variant]
