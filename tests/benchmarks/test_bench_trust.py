@@ -36,12 +36,13 @@ def on_h100(*names, day="2026-11-22"):
 
 
 TODAY = "2026-11-23"
+# base: the base model; elastic: 32 adapters in pages; slots8: 32 in eight slots; many: 2,000 that are read from disk;
+# many-base: the base model of that engine. Then the requests a second.
 PAGES, SLOTS = ("base-16", "elastic-16", "many-16"), ("base-16", "slots8-16")
 
 
-# The base model, 32 adapters in pages, 32 in eight slots, and 2,000 that are read from disk; requests a second.
 @pytest.mark.parametrize("judged", [seldom("many-base-16"), seldom("base-32"), "many-base-32", "elastic-32"])
-def test_an_h100_at_twice_the_rate_is_foretold(judged):
+def test_other_runs_on_the_h100_are_foretold(judged):
     assert_foretold(foretold_of_pages(judged))
 
 

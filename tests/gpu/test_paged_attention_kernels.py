@@ -132,7 +132,7 @@ def test_decodes_of_any_length_equal_the_definition(dtype, heads, block_size, ma
 
 
 def test_a_full_gpu_does_not_split_contexts(dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 4)  # two kv heads of three requests are more
     batch = Batch([1] * 3, [5, 150, 33], dtype)
 
     actual = decode(batch, 4096)

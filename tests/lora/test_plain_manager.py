@@ -76,7 +76,7 @@ def test_a_model_without_the_marker_is_refused():
         LoRAModelManager(Unmarked(), 1, 1, 1, LoRAConfig(), "cpu")
 
 
-def test_create_lora_manager_wraps_the_model_once_and_keeps_it():
+def test_create_lora_manager_wraps_the_model_in_place():
     model = SmallModel()
 
     manager = create_lora_manager(

@@ -195,7 +195,7 @@ def choose(tab, *models):
             box.set_checked(wanted)
 
 
-def test_the_playground_streams_from_base_and_adapters_in_one_batch(tab, server, world):
+def test_the_playground_asks_base_and_adapters_in_one_batch(tab, server, world):
     choose(tab, BASE_NAME, "qv", "all")
     tab.page.fill("textarea", "Who are you?")
     tab.page.fill("input[type=number]", "9")

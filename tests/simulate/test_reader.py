@@ -14,7 +14,7 @@ REQUESTS = [SimpleNamespace(adapter_id=adapter_id) for adapter_id in range(7)]
 
 @pytest.fixture
 def reader():
-    """Three adapters at most, a second each; requests wait for 1 to 4."""
+    """Three adapters at most for requests, and three ahead, a second each; requests wait for 1 to 4."""
     small = config(slots=2, memory=2)
     worker = RecordedWorker(small.lora, small.scheduler, dict.fromkeys(range(7), 8))
     queues = SimpleNamespace(in_flight=dict.fromkeys(range(1, 5), 1), running=[])
@@ -75,6 +75,7 @@ def test_where_there_is_no_room_to_read_the_step_reads(reader):
     waits = reader.why_wait(REQUESTS[4])
     reader.settle(9.0)
 
+    # None is not waiting any more: the request joins a step, which reads the adapter itself.
     assert waits == LOADING and reader.why_wait(REQUESTS[4]) is None
     assert not reader.is_there(4) and reader.num_reads == 3
 
