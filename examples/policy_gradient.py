@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from minivllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from minivllm.models.demo_model import demo_model_path
+from minivllm.versions.policy_loss import policy_loss
 
 QUESTION = "<|im_start|>user\nHow old is your house?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -72,14 +73,13 @@ def learn(
         rewards = torch.tensor([reward(answer.text) for answer in output.outputs])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         ours, engine = logprobs_of(trained, output)
-        is_token = ~engine.isnan()
-        (-(advantages[:, None] * ours)[is_token].mean()).backward()
+        policy_loss(ours, engine, advantages).backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         llm.update_lora("learner", get_peft_model_state_dict(trained))
 
-        off = (ours - engine)[is_token].abs().max().item()
+        off = (ours - engine)[~engine.isnan()].abs().max().item()
         history.append(Round(rewards.mean().item(), time.perf_counter() - started, off))
         print(f"version {number}: reward {rewards.mean():.2f}, logprobs off by {off:.1e}", flush=True)
     folder.cleanup()

@@ -13,6 +13,7 @@ TRACKS = {
     "policies": "on the policy path",
     "ranks": "on the parallel path",
     "variants": "on the variant path",
+    "versions": "on the learning path",
     "side": "on side tracks",
 }
 MARKS = {"side": "  (side track)"}  # behind a title

@@ -32,6 +32,7 @@ PHASES = (
     "10_many_adapters",
     "11_many_gpus",
     "12_variants",
+    "13_adapters_that_learn",
 )
 
 SOURCES = ("minivllm", "phases/00_one_file")  # folders of the files in which exercises are

@@ -1,12 +1,12 @@
 """Adapters that learn: their weights are replaced while requests run, and each request says which it had.
 
-Brings      `update_lora(adapter, tensors)` of an engine, `RequestOutput.lora_version`, and requests that wait for a
-            version (`AtLeast`). vLLM (v0.22.1) reads an adapter again under requests that run, which then go on with
-            keys and values of both; trainers register every version under another name (TRL), or stop the engine
-            meanwhile. docs/versions.md
+Brings      `update_lora(adapter, tensors)` of an engine, `RequestOutput.lora_version`, requests that wait for a
+            version (`AtLeast`), and for trainers the loss of answers that an older version sampled. vLLM (v0.22.1)
+            reads an adapter again under requests that run, which then go on with keys and values of both; trainers
+            register every version under another name (TRL), or stop the engine meanwhile. docs/versions.md
 Implements  `AdapterRegistry`: `VersionedRegistry`. A version is an adapter of its own, with an id of its own, to the
             scheduler, to slots and to the prefix cache, and so nothing in them knows of versions
-Costs       some 330 lines. Requests of two versions take two slots, and memory holds both. The engine keeps a copy of
+Costs       some 350 lines. Requests of two versions take two slots, and memory holds both. The engine keeps a copy of
             the newest tensors, to read them again after an eviction. An adapter that is never updated runs a few
             lines more when it is registered
 """

@@ -119,6 +119,7 @@ class VersionedRegistry(AdapterRegistry):
 
     # ---- an update --------------------------------------------------------------------------------------------
 
+    # region lab 13.2: an update beside requests under way
     def update_lora(
         self,
         preempt: Callable[[int], None],
@@ -130,6 +131,12 @@ class VersionedRegistry(AdapterRegistry):
     ) -> int:
         """As `LLMEngine.update_lora`. What can be refused is, before anything changes: the new weights are in memory by
         then, and in a slot if one is free.
+
+        preempt   `Scheduler.preempt`: has an adapter's running requests wait, with nothing computed of them
+
+        Versions before the newest may have requests under way, too (`_older`). Each version goes with its last request.
+        With "finish" all of them keep the version that they have; with "restart" they all go on with the new one, and
+        none of them runs while it changes hands.
         """
         old = self._record(adapter)
         require_one_of(RUNNING, running=running)
@@ -150,6 +157,8 @@ class VersionedRegistry(AdapterRegistry):
                     self._restart(request, new)
         super().remove_lora(old.id)  # with its last request
         return number
+
+    # endregion
 
     def _record(self, adapter: str | int) -> Adapter:
         """The newest version of an adapter, by its name or id. ValueError: unknown, or being unloaded."""
@@ -222,7 +231,23 @@ class VersionedRegistry(AdapterRegistry):
         if self._until and in_flight.keys() <= self._until.keys():
             time.sleep(SECONDS_IDLE)
 
+    # region lab 13.1: a request that waits for a version
     def _settle_wait(self, wait: Adapter) -> None:
+        """Between two steps: whoever waits under this record goes on, goes on waiting, or fails.
+
+        wait   its `request` has the adapter's name (`lora_name`), the version that will do (`least`) and the seconds
+               that were granted; `_until` has the time on `clock` from which on that is over. Its requests are
+               `_users(wait.id)`
+
+        Requests go on with the newest version if that will do (`queues.reassign`, with the generation of its record),
+        and the record is forgotten (`_forget`). Weights of a reload that is still to come (`reloads`) have not come,
+        whatever number the record has by then. Where the version is there and the time is over, too, they go on.
+
+        What is kept in `wait.failures[0]` ends them with that error. One fails at once where nobody will bring the
+        version: the adapter is gone or being unloaded (`is_leaving(name, wait.id)`). The other one is a RuntimeRefusal
+        that says which version of which adapter did not come, within how many seconds, and at which one it is.
+        An error that is there stays.
+        """
         name, least = wait.request.lora_name, wait.request.least
         newest = self.adapters.get(self.by_name.get(name, 0))
         if newest is None or newest.leaving:
@@ -238,17 +263,26 @@ class VersionedRegistry(AdapterRegistry):
             )
             wait.failures.setdefault(0, error)
 
+    # endregion
+
     def _users(self, adapter_id: int) -> list[Request]:
         if adapter_id not in self.queues.in_flight:
             return []
         return [request for request in self.queues.requests.values() if request.adapter_id == adapter_id]
 
+    # region lab 13.2: an update beside requests under way
     def _restart(self, request: Request, new: Adapter) -> None:
-        """Nothing is computed of it: it waits."""
+        """A request of a version before, which waits and of which nothing is computed, goes on with the new one.
+
+        Its place by arrival stays, and so do tokens that were sampled; `restarted` says whose they are. Logprobs of its
+        prompt are those of the weights that its answer begins with: if it has not begun, there are none yet.
+        """
         if not request.output_token_ids:
             request.prompt_logprobs = []  # what there is was computed with other weights
         own = restarted(request.lora_request, request.num_output_tokens, new.request)
         self.queues.reassign(request, own, new.generation)
+
+    # endregion
 
     # ---- an adapter as a whole: all of its versions -------------------------------------------------------------
 

@@ -44,8 +44,13 @@ class Awaited(LoRARequest):
     seconds: float = 0.0
 
 
+# region lab 13.3: which version sampled which token
 def token_versions(lora_request: LoRARequest, num_tokens: int) -> list[int | None]:
-    """The version that sampled each of an answer's tokens.   lora_request: of its `RequestOutput`"""
+    """The version that sampled each of an answer's tokens, as far as there are any.
+
+    lora_request   of its `RequestOutput`: a `LoRAVersion` if it was restarted
+    num_tokens     of the answer, so far; the newest version goes on sampling
+    """
     found: list[int | None] = []
     for version, tokens in getattr(lora_request, "before", ()):
         found += [version] * tokens
@@ -53,7 +58,11 @@ def token_versions(lora_request: LoRARequest, num_tokens: int) -> list[int | Non
 
 
 def restarted(before: LoRARequest, num_tokens: int, newest: LoRARequest) -> LoRARequest:
-    """The newest version, for a request of the version before whose answer has so many tokens."""
+    """The request of the newest version, for a request of `before` whose answer has so many tokens by now.
+
+    It is `newest` itself where no other version sampled any token; else a `LoRAVersion` with all that `newest` has, and
+    its own `before`. A version that sampled none is not named there, and nobody else's object changes.
+    """
     earlier = getattr(before, "before", ())
     own = num_tokens - sum(tokens for _, tokens in earlier)
     if own:
@@ -62,6 +71,9 @@ def restarted(before: LoRARequest, num_tokens: int, newest: LoRARequest) -> LoRA
         return newest
     same = {each.name: getattr(newest, each.name) for each in fields(LoRARequest)}
     return LoRAVersion(**same, before=earlier)
+
+
+# endregion
 
 
 def request_of(

@@ -221,6 +221,7 @@ def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
     assert said.startswith(
         "1 of 26 on the core path, 0 of 4 on the kernel path, 0 of 6 on the serving path, "
         "0 of 5 on the policy path, 0 of 4 on the parallel path, 0 of 5 on the variant path, "
+        "0 of 4 on the learning path, "
         "1 of 13 on side tracks "
     )
 
@@ -516,15 +517,15 @@ def test_a_command_that_comes_to_an_exercise_that_is_todo_says_which(checkout):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["check", "12"], "there is no lab '12': give a phase, 0 to 11, or an exercise, 0.1 to 11."),
-        (["check", "3.99"], "there is no lab '3.99': give a phase, 0 to 11, or an exercise, 3.1 to 3."),
+        (["check", "40"], "there is no lab '40': give a phase, 0 to 13, or an exercise, 0.1 to 13."),
+        (["check", "3.99"], "there is no lab '3.99': give a phase, 0 to 13, or an exercise, 3.1 to 3."),
         (
             ["check", "2.3"],
             "there is no lab 2.3 any more, and no other exercise gets its number; phase 2 has 2.1, ",
         ),
         (["3.2"], "say what to do with 3.2: `lab check 3.2`"),
         (["hint", "foo"], "there is no lab 'foo'"),
-        (["notebook", "12"], "there is no lab '12': give a phase, 0 to 11"),
+        (["notebook", "40"], "there is no lab '40': give a phase, 0 to 13"),
         (["hint", "3"], "3 is a phase; name one exercise, such as 3.1"),
         (["hint", "4.1"], "there are no hints for lab 4.1 yet"),
         (["reset", "x", "--yes"], "there is no lab 'x'"),
