@@ -29,7 +29,7 @@ class TokenMasks:
     def of(self, requests: Sequence[Request], vocab_size: int) -> list[torch.Tensor | None]:
         """For each row the tokens that may come next, (V,) bool on the CPU; None = any, also for finished requests.
 
-        ValueError: an answer is not what its structure allows, which only a fault of the reader can lead to.
+        ValueError: an answer cannot be what its structure demands, because no token has one of its bytes, say.
         """
         return [
             self._mask(r, vocab_size) if r.sampling_params.structured_outputs and not r.is_finished else None

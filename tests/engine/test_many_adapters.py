@@ -83,7 +83,8 @@ def kept_for_each(engine, small, adapter_ids):
 def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
     """Its id, name, path and counters. What its reading leaves behind in libraries is not counted here.
 
-    What a library keeps once, whenever it is first used, falls into one of two windows: the smaller one counts.
+    What a library keeps once, whenever it is first used, falls into one of two windows, and so does what the engine lets
+    go of by and by, such as a table that shrinks: the smaller one may keep a kilobyte, and the larger one must see some.
     """
     engine = small.engine()
     engine.trace.capacity = 1
@@ -93,8 +94,9 @@ def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
     windows = [kept_for_each(engine, small, range(first, first + 150)) for first in (1000, 2000)]
     tracemalloc.stop()
 
-    kept, where = min(windows)
-    assert 200 < kept < 1024, f"{kept:.0f} bytes for each of 150 adapters:\n{where}"
+    (least, where), (most, _) = sorted(windows)
+    assert least < 1024, f"{least:.0f} bytes for each of 150 adapters:\n{where}"
+    assert most > 200
     assert len(engine.adapters.adapters) == 450
 
 
