@@ -83,8 +83,9 @@ def kept_for_each(engine, small, adapter_ids):
 def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
     """Its id, name, path and counters. What its reading leaves behind in libraries is not counted here.
 
-    What a library keeps once, whenever it is first used, falls into one of two windows, and so does what the engine lets
-    go of by and by, such as a table that shrinks: the smaller one may keep a kilobyte, and the larger one must see some.
+    What a library keeps once, whenever it is first used, falls into one of two windows, and so does what the engine
+    lets go of by and by, such as a table that shrinks: the smaller one may keep a kilobyte, the larger one must see
+    some.
     """
     engine = small.engine()
     engine.trace.capacity = 1
