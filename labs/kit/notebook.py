@@ -29,7 +29,9 @@ def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
         keep(yours, phase)
     FOLDER.mkdir(exist_ok=True)
     text = ours.read_text(encoding="utf-8")
-    yours.write_text(text.replace("](README.md", f"](../phases/{phase}/README.md"), encoding="utf-8")
+    # The copy lies one folder higher.
+    text = text.replace("](../../", "](../").replace("](README.md", f"](../phases/{phase}/README.md")
+    yours.write_text(text, encoding="utf-8")
     return yours, True
 
 
