@@ -59,7 +59,7 @@ class ScaledLinears:
         ValueError names a part that has a row of no length.
 
         To use: `base_layer` and `output_slices` (the N_i) of the layer, which is one of `self.layers`;
-        `self._squares_of`; `products_with_weight`, which takes \ any rows (r, K).
+        `self._squares_of`; `products_with_weight`, which takes any rows (r, K).
         """
         raise Todo("lab 12.3: from lengths to scales")
 

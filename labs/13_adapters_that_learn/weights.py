@@ -6,6 +6,7 @@ Stands for the tensors that trainers give vLLM's requests (verl's `TensorLoRAReq
 from labs.kit.overlay import Todo
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -81,7 +82,7 @@ def request_of(
 ) -> LoRARequest:
     """The request of a new version. ValueError for weights that are neither a folder nor tensors.
 
-    The tensors are copied, because a trainer goes on writing to its own.
+    Tensors and config are copied, because a trainer goes on writing to its own.
     """
     name, base = before.lora_name, before.base_model_name
     if isinstance(weights, str | os.PathLike):
@@ -96,7 +97,12 @@ def request_of(
         peft_config = before.peft_config or read_adapter_config(before.lora_path)[1]
     kept = KeptTensors({name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()})
     return LoRARequest(
-        name, adapter_id, base_model_name=base, version=version, lora_tensors=kept, peft_config=peft_config
+        name,
+        adapter_id,
+        base_model_name=base,
+        version=version,
+        lora_tensors=kept,
+        peft_config=deepcopy(peft_config),
     )
 
 

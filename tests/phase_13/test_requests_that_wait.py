@@ -120,8 +120,10 @@ def test_a_version_that_comes_before_anybody_has_noticed_that_time_is_over_will_
 def test_an_unload_ends_the_wait_at_once(world, engine, used):
     if used:
         world.ask_for(engine, "runs", world.policy(), tokens=12)
+    engine.add_lora(world.adapter(1))  # its id is nobody's name
     world.ask_for(engine, "waits", AtLeast("policy", 1, seconds=3600))
     engine.step()
+    [wait] = engine.adapters._until
     engine.remove_lora(7)
 
     ended = {}
@@ -129,9 +131,9 @@ def test_an_unload_ends_the_wait_at_once(world, engine, used):
         ended |= {output.request_id: output for output in engine.step() if output.finished}
 
     assert "waits" in ended, "it waits for a version that nobody will bring"
-    assert "policy" in ended["waits"].error and "is being unloaded" in ended["waits"].error
+    assert f"adapter 'policy' (id {wait}) is being unloaded" in ended["waits"].error
     run(engine)
-    assert not engine.adapters.adapters
+    assert list(engine.adapters.adapters) == [1]
 
 
 def test_a_reload_that_fails_brings_no_version(world, engine):

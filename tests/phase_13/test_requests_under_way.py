@@ -1,5 +1,6 @@
 """An update while requests run: who keeps which weights, whose keys and values those are, and what a refusal leaves."""
 
+import json
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from minivllm.versions.weights import token_versions
 from tests.worlds.hunts import greedy, run, tokens_of
+from tests.worlds.small import write_adapter
 from tests.worlds.versioned import PROMPT, VersionedWorld
 
 pytestmark = pytest.mark.lab("13.2")
@@ -102,6 +104,26 @@ def test_a_request_that_waits_for_its_turn_is_restarted_without_a_history(world)
     assert token_versions(outputs["waits"].lora_request, 6) == [1] * 6
     world.check(outputs["waits"], [1] * 6)
     world.check(outputs["runs"], [0] * 3 + [1] * 3)
+
+
+def test_weights_of_another_rank_come_with_their_config(world, engine):
+    begin(world, engine)
+    write_adapter(world.folder_of(1), seed=101, rank=2, alpha=5)
+    config = json.loads((world.folder_of(1) / "adapter_config.json").read_text())
+
+    world.update(engine, 1, peft_config=config, running="restart")
+
+    world.check(run(engine)["r"], [0] * 3 + [1] * 3)
+
+
+def test_versions_that_are_gone_are_not_kept_in_mind(world, engine):
+    begin(world, engine)
+    for version in range(1, 5):
+        run(engine)
+        world.update(engine, version)
+
+    [older] = engine.adapters._older.values()
+    assert len(older) == 1, "a list that grows with every update"
 
 
 def test_requests_of_others_go_on(world, engine):
