@@ -1,6 +1,6 @@
 """The fleet as an application of Ray Serve: `serve run deploy.fleet.ray_app:build`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -33,7 +33,12 @@ LOST = (RayError, RayServeException)  # a request that has lost its engine, or f
 
 
 def build(args: FleetArgs) -> Application:
-    """One OpenAI server in front of engines, each a replica of its own."""
+    """The application, as a configuration of Ray Serve names it: such a function takes one parameter."""
+    return application(args)
+
+
+def application(args: FleetArgs, more_calls: Collection[Callable[..., Any]] = ()) -> Application:
+    """One OpenAI server in front of engines, each a replica of its own.   more_calls: as of `AsyncLLM`"""
     settings = args.server_settings()  # what contradicts itself is said before anything starts
     engines = serve.deployment(engine_class(args.slots)).options(
         name=ENGINE,
@@ -61,7 +66,7 @@ def build(args: FleetArgs) -> Application:
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         graceful_shutdown_timeout_s=SECONDS_TO_DRAIN,
     )
-    return server.bind(engines.bind(args))
+    return server.bind(engines.bind(args, more_calls))
 
 
 def router_of(args: FleetArgs) -> RequestRouterConfig:
@@ -77,8 +82,8 @@ def engine_class(slots: int) -> type[Replica]:
     """What Ray Serve makes replicas of.   slots: of each; so many adapters Serve takes to be there"""
 
     class Engine(Replica):
-        def __init__(self, args: FleetArgs) -> None:
-            super().__init__(AsyncLLM.from_engine_args(args.found_engine_args()))
+        def __init__(self, args: FleetArgs, more_calls: Collection[Callable[..., Any]]) -> None:
+            super().__init__(AsyncLLM.from_engine_args(args.found_engine_args(), more_calls=more_calls))
 
         async def generate(self, *args: Any) -> AsyncGenerator[Any, None]:
             if name := serve.get_multiplexed_model_id():

@@ -19,6 +19,7 @@ from tests.worlds.servers import BASE_NAME, GREEDY, Answers, order, text_of
 pytestmark = [pytest.mark.nightly, pytest.mark.ray]
 
 PORT = 8719
+FAR_CALLS = (parent_pid, tokens_made, end_process)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,9 @@ def serve(ray):
 @pytest.fixture(scope="module")
 def fleet(serve, world):
     """The handle of the engines."""
-    from deploy.fleet.ray_app import ENGINE, build
+    from deploy.fleet.ray_app import ENGINE, application
 
-    serve.run(build(args_of(world)), name="fleet")
+    serve.run(application(args_of(world), FAR_CALLS), name="fleet")
     return serve.get_deployment_handle(ENGINE, "fleet")
 
 
@@ -229,10 +230,10 @@ def test_an_engine_whose_process_ends_is_replaced(fleet, client, answers):
 
 
 def test_more_requests_than_one_engine_is_meant_for_start_another(serve, world, answers):
-    from deploy.fleet.ray_app import ENGINE, build
+    from deploy.fleet.ray_app import ENGINE, application
 
     args = args_of(world, min_replicas=1, max_replicas=2, target_ongoing_requests=1)
-    serve.run(build(args), name="growing", route_prefix="/growing")
+    serve.run(application(args, FAR_CALLS), name="growing", route_prefix="/growing")
     growing = serve.get_deployment_handle(ENGINE, "growing")
     url = f"http://127.0.0.1:{PORT}/growing/v1"
 
