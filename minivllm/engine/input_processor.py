@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from minivllm.config import ModelConfig
 from minivllm.errors import is_finite, require_kind, shown
 from minivllm.lora.request import LoRARequest
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 from minivllm.text.prompts import tokenize
 
 Prompt = str | dict[str, Any] | list[int]
@@ -112,11 +112,24 @@ class InputProcessor:
             if params.structured_outputs is not None:
                 what = "structured_outputs, which speak of text,"
             raise ValueError(f"request '{request_id}' has {what} but there is no tokenizer; leave them out")
+        if params.structured_outputs is not None:
+            self._check_structure(params.structured_outputs)
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)
         start = limits.adapter_start(token_ids) if limits.adapter_start else 0
         return text, list(token_ids), params, limits.tokenizer, start
+
+    def _check_structure(self, structure: StructuredOutputsParams) -> None:
+        """ValueError for a character that no tokens make: not every vocabulary has all bytes."""
+        # Choices are escaped there.
+        text = structure.guidance + "".join(structure.choice or ())
+        for character in sorted(character for character in set(text) if not character.isascii()):
+            token_ids = self.tokenizer.encode(character, add_special_tokens=False)
+            if self.tokenizer.decode(token_ids) != character:
+                raise ValueError(
+                    f"the structured outputs have {shown(character)}, which no tokens of the model make; leave it out"
+                )
 
     def _check_prompt(
         self,

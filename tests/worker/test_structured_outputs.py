@@ -295,6 +295,23 @@ def test_without_a_tokenizer_it_is_refused_before_anything_changes(tmp_path_fact
 
 
 @pytest.mark.parametrize(
+    "structure",
+    [
+        {"regex": "Hb\U00040f4d"},
+        {"choice": ["Oslo", "\U00040f4d"]},
+        {"json": {"const": "\U00040f4d"}},
+        {"grammar": 'start: "\U00040f4d"'},
+    ],
+)
+def test_what_no_tokens_write_is_refused_before_anything_changes(llm, structure):
+    """The vocabulary of the demo model has no token for one of this character's bytes."""
+    with pytest.raises(ValueError, match="which no tokens of the model make"):
+        llm.generate(PROMPTS[:1], structured(**structure))
+
+    assert text_of(llm.generate(PROMPTS[:1], structured(choice=["Zürich 漢 😀"]))[0]) == "Zürich 漢 😀"
+
+
+@pytest.mark.parametrize(
     ("structure", "message"),
     [
         ({}, "exactly one of json, regex, choice, grammar, json_object; got none"),
