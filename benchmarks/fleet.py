@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.report import machine
 from deploy.fleet.__main__ import start_ray
 from deploy.fleet.arguments import FleetArgs
-from deploy.fleet.ray_app import ENGINE, build
+from deploy.fleet.ray_app import ENGINE, application
 from minivllm.assembly import LLMEngine
 from minivllm.commands.common import console
 from minivllm.commands.random_adapter import save_random_adapter
@@ -111,7 +111,7 @@ def args_of(model: str, modules: list[str], routing: str) -> FleetArgs:
 
 def measure(args: FleetArgs, requests: int, rate: float, port: int) -> dict[str, Any]:
     """Serve it, ask, and take it down again."""
-    serve.run(build(args), name=APP)
+    serve.run(application(args, [LLMEngine.get_metrics]), name=APP)
     try:
         chooser = random.Random(0)
         names = [module.partition("=")[0] for module in args.lora_modules]
