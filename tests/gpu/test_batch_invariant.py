@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from test_elastic_slots import CrowdedWorld
 from test_runner_graphs import Rerun
 
+from minivllm import SamplingParams
 from minivllm.config import ModelConfig, check_one_order
 from minivllm.gpu.invariant_backend import invariant_backend
 from minivllm.gpu.kernels.invariant_linear import FASTEST, invariant_linear
@@ -240,6 +241,36 @@ def test_a_found_prefix_changes_no_bit(world):
 
     assert outputs["watched"].num_cached_tokens == 20
     assert torch.equal(first, second)
+
+
+def test_a_version_has_the_same_bits_beside_the_one_before_as_alone(world):
+    """And its logprobs are those that PEFT computes in float64 of its weights, but for float32's roundings."""
+    prompt, found = token_ids(13, 13), {}
+    params = SamplingParams(temperature=1, seed=5, max_tokens=6, ignore_eos=True, logprobs=0)
+    for company in (False, True):
+        engine = invariant_engine(world, max_num_batched_tokens=9 if company else 64)
+        engine.add_lora(world.request("qv"))
+        if company:
+            add(engine, world, [("before", "qv", 21, 9), *OTHERS[:2]])
+            engine.step()
+        engine.update_lora("qv", world.path("mlp"))
+        engine.add_request("watched", prompt, params, lora_request=world.request("qv"))
+        found[company] = run(engine)["watched"]
+
+    assert found[True].lora_version == 1
+    alone, beside = (logprobs_of(found[company]) for company in (False, True))
+    assert torch.equal(alone, beside)
+    text = prompt + tokens_of(found[True])
+    logits = world.oracle(torch.float64).logits("mlp", [text])[0, len(prompt) - 1 : -1]
+    expected = logits.double().log_softmax(-1)[range(6), tokens_of(found[True])]
+    assert (beside - expected).abs().max() < 2e-6
+
+
+def logprobs_of(output):
+    answer = output.outputs[0]
+    return torch.tensor(
+        [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs)], dtype=torch.float64
+    )
 
 
 @needs_cuda
