@@ -65,6 +65,8 @@ class AdapterRegistry:
         ValueError: id, name or folder contradict what is registered, or the adapter does not fit. FileNotFoundError:
         it is not there.
         """
+        if lora_request.awaits_version:
+            lora_request = self.named(lora_request.lora_name)
         try:
             if lora_request.is_made_of_others:
                 lora_request = self.compose(lora_request)
@@ -120,6 +122,8 @@ class AdapterRegistry:
         A second name for the same id and folder is an alias. A reload from another folder brings its own name: the
         names before it led to other weights, and are free.
         """
+        if lora_request.awaits_version:
+            return self._register_wait(lora_request, owner, found)
         if lora_request.is_made_of_others:
             lora_request = self.compose(lora_request)
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
@@ -139,6 +143,12 @@ class AdapterRegistry:
             self.by_name.pop(old, None)
         self.by_name[name] = adapter_id
         return adapter.request, adapter.generation
+
+    def _register_wait(
+        self, lora_request: LoRARequest, owner: str, found: Mapping[str, Any]
+    ) -> tuple[LoRARequest, int]:
+        """As `register`, of a request that waits for a version; `find` gives none here (`minivllm.versions`)."""
+        raise NotImplementedError
 
     def _with_order(self, adapter: Adapter, order: LoRARequest, found: Mapping[str, Any]) -> Adapter:
         """A copy of the record with one more reload to come, and what new requests find of it."""

@@ -27,11 +27,13 @@ class LoRARequest:
     not equal, but one adapter: everything below a request goes by the id.
 
     is_made_of_others   whether it names other adapters, of which its own is made (`minivllm.mixes`)
+    awaits_version      whether it stands for weights that are still to come (`minivllm.versions`)
 
     Raises ValueError for an empty name or path, or an id out of range.
     """
 
     is_made_of_others: ClassVar[bool] = False
+    awaits_version: ClassVar[bool] = False
 
     lora_name: str
     lora_int_id: int

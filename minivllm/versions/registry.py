@@ -57,9 +57,8 @@ class VersionedRegistry(AdapterRegistry):
         self._first: dict[int, Adapter] = {}  # the record that an adapter was added by, by that id
         self._older: dict[int, list[Adapter]] = {}  # by the newest one's id, while requests use them
         self._until: dict[int, float] = {}  # by the id of what waits for a version
-        self._heirs: dict[
-            int, int
-        ] = {}  # a version that was pinned -> the one that is to be, once it has gone
+        # A version that was pinned -> the one that is to be, once it has gone.
+        self._heirs: dict[int, int] = {}
 
     # ---- what requests mean -----------------------------------------------------------------------------------
 
@@ -92,16 +91,9 @@ class VersionedRegistry(AdapterRegistry):
             *(str(name), next(self._ids), path), version=None, least=name.version, seconds=name.seconds
         )
 
-    def examine(self, lora_request: LoRARequest) -> Mapping[str, Any]:
-        if isinstance(lora_request, Awaited):
-            return super().examine(self.named(lora_request.lora_name))
-        return super().examine(lora_request)
-
-    def register(
-        self, lora_request: LoRARequest, owner: str, found: Mapping[str, Any]
+    def _register_wait(
+        self, lora_request: Awaited, owner: str, found: Mapping[str, Any]
     ) -> tuple[LoRARequest, int]:
-        if not isinstance(lora_request, Awaited):
-            return super().register(lora_request, owner, found)
         adapter_id = lora_request.lora_int_id
         # Leaving, so that it is forgotten with its request.
         self.adapters[adapter_id] = Adapter(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class Awaited(LoRARequest):
     least    the version that will do
     seconds  at most so long
     """
+
+    awaits_version: ClassVar[bool] = True
 
     least: int = 0
     seconds: float = 0.0
