@@ -78,6 +78,7 @@ def test_all_others_can_be_imported_but_those_that_say_so(without):
     )
 
 
+@pytest.mark.nightly
 def test_the_demo_has_the_tokens_of_the_whole_product(without, asked_and_answers):
     asked, answers = asked_and_answers
 

@@ -72,6 +72,7 @@ def test_an_h100_with_eight_slots_is_foretold_where_steps_scatter_as_they_do_the
 
 
 # Of an engine whose requests wait for slots for 64 steps at most.
+@pytest.mark.nightly
 @pytest.mark.parametrize("judged", [seldom("wait64-base-32"), "wait64-elastic-32", "wait64-slots8-32"])
 @pytest.mark.parametrize("slots", [(), ("wait64-slots8-16",)], ids=["pages", "pages-and-slots"])
 def test_an_h100_at_twice_the_rate_and_with_other_slots_is_foretold(slots, judged):
@@ -80,6 +81,7 @@ def test_an_h100_at_twice_the_rate_and_with_other_slots_is_foretold(slots, judge
     assert_foretold(compare(fitted, *on_h100(judged)))
 
 
+@pytest.mark.nightly
 def test_eight_slots_are_foretold_from_traffic_in_pages_and_decoding_in_slots():
     decode = RESULTS / "engine-decode-ahead-h100-2026-11-22.json"
 
@@ -88,6 +90,7 @@ def test_eight_slots_are_foretold_from_traffic_in_pages_and_decoding_in_slots():
     )
 
 
+@pytest.mark.nightly
 def test_eight_slots_are_foretold_but_for_the_median_wait_by_what_no_slot_was_in():
     """Half of the requests find a slot at once, and half wait: the median needs what slots' kernels take."""
     found = compare(on_h100("wait64-base-16", "wait64-elastic-16"), *on_h100("wait64-slots8-16"))
@@ -162,6 +165,7 @@ def test_the_simulated_engine_decides_as_that_of_today_did(name, calls):
     assert replica.reader.num_reads == row["loads"] and replica.counters.reads == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "calls", "most"),
     [
@@ -190,6 +194,7 @@ def test_the_simulated_engine_decides_as_the_one_on_the_h100_did(name, calls, mo
     assert replica.reader.num_reads + replica.counters.reads == row["loads"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ran", "replayed_as"), [("lru", "lfu"), ("lfu", "lru")])
 def test_whether_the_last_or_the_least_used_adapter_leaves_its_slot_changed_no_step(ran, replayed_as):
     """So what tells these two runs from each other is chance."""
@@ -203,6 +208,7 @@ def test_whether_the_last_or_the_least_used_adapter_leaves_its_slot_changed_no_s
     assert differing(replayed) == 0
 
 
+@pytest.mark.nightly
 def test_the_simulated_engine_decides_as_that_one_did_until_a_step_read_files_by_itself():
     """Seven at once, while others ran, for 1.0 s: today's engine does not."""
     (path,) = on_h100("many-32")

@@ -68,7 +68,9 @@ def step(scheduler):
     return output
 
 
-@pytest.mark.parametrize("num_adapters", [0, 2, NUM_ADAPTERS, NUM_WAITING])
+@pytest.mark.parametrize(
+    "num_adapters", [0, 2, NUM_ADAPTERS, pytest.param(NUM_WAITING, marks=pytest.mark.nightly)]
+)
 def test_a_step_looks_at_those_it_computes_and_few_more(looked_at, num_adapters):
     scheduler = long_queue(num_adapters)
     step(scheduler)  # in it the waits of all these adapters begin

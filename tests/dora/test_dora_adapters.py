@@ -54,7 +54,10 @@ def edit(folder, **changes):
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(b, marks=pytest.mark.nightly_without_gpu if b == "triton" else ()) for b in BACKENDS],
+)
 @pytest.mark.parametrize(
     "variant",
     ["llama-linear-rope-biases-tied", *(pytest.param(v, marks=pytest.mark.nightly) for v in ("phi3-fused",))],

@@ -333,7 +333,13 @@ class TestTheEnd:
 
         wait_until(lambda: threading.active_count() == before)
 
-    @pytest.mark.parametrize("generating", [False, True], ids=["idle", "while another thread generates"])
+    @pytest.mark.parametrize(
+        "generating",
+        [
+            pytest.param(False, marks=pytest.mark.nightly, id="idle"),
+            pytest.param(True, id="while another thread generates"),
+        ],
+    )
     def test_of_a_process_holds_up_nobody(self, world, generating):
         code = f"""
 import threading, torch

@@ -62,11 +62,13 @@ class TestOnOneEngine:
         assert engine.list_loras() == {2, 3, 4}
         assert engine.trace.summary()["mixed_steps"] > 0
 
+    @pytest.mark.nightly
     def test_switching_takes_more_steps_than_mixing(self, engine):
         steps = switching.main(engine)
 
         assert steps["in_groups"] > 1.5 * steps["ask"]
 
+    @pytest.mark.nightly
     def test_the_monitor_counts_as_the_engine_does(self, engine):
         engine.remove_lora(1)
         before = dict(engine.get_metrics()["lora"])
@@ -78,6 +80,7 @@ class TestOnOneEngine:
         misses = after["misses"] - before["misses"]
         assert round(stats["hit_rate"] * 8) == 8 - misses
 
+    @pytest.mark.nightly
     def test_the_performance_monitor_has_each_batch_size(self, engine):
         stats = performance_monitor.main(engine)
 
@@ -103,11 +106,13 @@ class TestOnOneEngine:
         assert told["damaged"].startswith("unfit: adapter 'truncated': ")
         assert told["again"] == right["sql"]
 
+    @pytest.mark.nightly
     def test_profiling_compares_adapters_with_the_base_model(self, engine):
         found = profiling.main(engine, rounds=1)
 
         assert found["base"] > 0 and found["overhead"] > -0.9
 
+    @pytest.mark.nightly
     def test_less_memory_in_the_middle_changes_no_answer(self, engine):
         told = memory_while_serving.main(engine)
 
@@ -131,6 +136,7 @@ def test_a_preset_takes_what_was_predicted_and_serves_the_ranks_it_has_room_for(
     assert told["slots"] == told["predicted"]
 
 
+@pytest.mark.nightly
 def test_adapters_answer_alike_on_a_base_in_int8(right):
     answers = quantized_base.main()
 

@@ -23,6 +23,7 @@ def test_twenty_questions_and_more_have_an_answer_with_a_command_code_or_a_page(
         assert "\n    " in answer or "```" in answer or "](" in answer, title
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch):
     (tmp_path / "adapters").symlink_to(ROOT / "adapters")

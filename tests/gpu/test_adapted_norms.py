@@ -279,6 +279,7 @@ def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(launched):
     assert launched == []
 
 
+@pytest.mark.nightly_without_gpu
 def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factory, monkeypatch, launched):
     monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 8)
     world = tiny_world(tmp_path_factory)

@@ -196,7 +196,10 @@ def test_one_adapter_for_q_k_and_v():
     assert qkv.left is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind == "paged" else pytest.mark.nightly_without_gpu) for kind in KINDS],
+)
 def test_prompts_of_many_rows_a_tile(kind):
     slots = [0, -1, 2, 2, 0, 1, 0] * 74
     qkv = QKV(room=600)
@@ -270,6 +273,7 @@ def watched(monkeypatch):
     return launched
 
 
+@pytest.mark.nightly_without_gpu
 def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_factory, monkeypatch):
     launched = watched(monkeypatch)
     world = tiny_world(tmp_path_factory)
@@ -283,6 +287,7 @@ def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_facto
     assert len(launched) > 10
 
 
+@pytest.mark.nightly_without_gpu
 def test_an_engine_whose_attention_is_pytorchs_does_so_too(tmp_path_factory, monkeypatch):
     launched, world = watched(monkeypatch), tiny_world(tmp_path_factory)
     engine = world.engine(punica_backend="paged", max_loras=4, dtype="float32", device=DEVICE)

@@ -243,6 +243,7 @@ def test_a_found_prefix_changes_no_bit(world):
     assert torch.equal(first, second)
 
 
+@pytest.mark.nightly_without_gpu
 def test_a_version_has_the_same_bits_beside_the_one_before_as_alone(world):
     """And its logprobs are those that PEFT computes in float64 of its weights, but for float32's roundings."""
     prompt, found = token_ids(13, 13), {}

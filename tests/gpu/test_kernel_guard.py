@@ -193,6 +193,7 @@ def test_at_every_edge_too(name):
     in_any_order(EDGES[name], seeds=(None, 1))
 
 
+@pytest.mark.nightly_without_gpu
 @in_interpreter
 def test_every_kernel_of_the_package_is_under_guard():
     launched = set()
@@ -534,6 +535,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @in_interpreter
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_is_seen(fault, monkeypatch, tmp_path):

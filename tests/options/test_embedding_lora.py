@@ -67,7 +67,10 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, v
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param(b, marks=pytest.mark.nightly_without_gpu if b == "triton" else ()) for b in BACKENDS],
+    [
+        pytest.param(b, marks=() if b in ("loops", "grouped") else pytest.mark.nightly_without_gpu)
+        for b in BACKENDS
+    ],
 )
 def test_every_backend_gives_them(tied, backend):
     engine = tied.engine(max_loras=6, max_cpu_loras=6, punica_backend=backend)

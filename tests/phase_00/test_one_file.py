@@ -24,8 +24,8 @@ def oracle():
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Twelve (adapter, prompt): two of each adapter's task, four for base."""
-    return task_prompts(2)
+    """Eight (adapter, prompt): one of each adapter's task, four for base."""
+    return task_prompts(1)
 
 
 @pytest.fixture(scope="module")

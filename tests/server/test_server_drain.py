@@ -264,6 +264,7 @@ def test_a_server_that_waits_in_vain_for_its_requests_answers_them(world, capsys
     assert has_no_traceback(capsys)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.nightly)],

@@ -14,7 +14,11 @@ from tests.worlds.fleets import config, fleet, traffic
 
 
 @pytest.mark.parametrize(
-    ("load", "count"), [(0.5, 40_000), pytest.param(0.8, 150_000, marks=pytest.mark.nightly)]
+    ("load", "count"),
+    [
+        pytest.param(0.5, 40_000, marks=pytest.mark.nightly),
+        pytest.param(0.8, 150_000, marks=pytest.mark.nightly),
+    ],
 )
 def test_one_at_a_time_waits_as_long_as_pollaczek_and_khinchine_say(load, count):
     rng = np.random.default_rng(11)

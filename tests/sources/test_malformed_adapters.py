@@ -1,4 +1,4 @@
-"""300 malformed adapters against an engine with a running batch; `python tests/sources/malformed.py` sends 10,000.
+"""60 malformed adapters against an engine with a running batch; `python tests/sources/malformed.py` sends 10,000.
 
 In a process of its own: what it takes at most is the kernel's to say, and a bomb must not take the test run with it.
 """
@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).with_name("malformed.py")
 
 @pytest.fixture(scope="module")
 def report():
-    command = [sys.executable, SCRIPT, "--adapters", "120", "--seed", "1", "--limit", HANGS, "--json"]
+    command = [sys.executable, SCRIPT, "--adapters", "60", "--seed", "1", "--limit", HANGS, "--json"]
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, cwd=SCRIPT.parents[2]
     )
@@ -50,11 +50,11 @@ def test_whoever_runs_meanwhile_gets_the_same_tokens(report):
 def test_it_was_an_attack(report):
     outcomes = report["outcomes"]
 
-    assert sum(outcomes.values()) == 120
-    assert outcomes["ValueError"] > 40
-    assert outcomes["FileNotFoundError"] > 3
-    assert outcomes["failed alone"] > 4
-    assert outcomes["served"] > 4
+    assert sum(outcomes.values()) == 60
+    assert outcomes["ValueError"] > 20
+    assert outcomes["FileNotFoundError"] > 1
+    assert outcomes["failed alone"] > 2
+    assert outcomes["served"] > 2
 
 
 @pytest.fixture

@@ -95,8 +95,8 @@ print(json.dumps([[output.outputs[0].token_ids for output in outputs], sys.modul
 
 
 def pairs():
-    """(adapter or None, prompt), two of each."""
-    return task_prompts(2)
+    """(adapter or None, prompt), one of each adapter and four of base."""
+    return task_prompts(1)
 
 
 def asked():

@@ -20,7 +20,10 @@ BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 # Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
 by_backend = pytest.mark.parametrize(
     "backend",
-    [pytest.param(b, marks=pytest.mark.nightly_without_gpu if b == "triton" else ()) for b in BACKENDS],
+    [
+        pytest.param(b, marks=() if b in ("loops", "grouped") else pytest.mark.nightly_without_gpu)
+        for b in BACKENDS
+    ],
 )
 SETTINGS = {
     "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
