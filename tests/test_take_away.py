@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.nights import of_night
 from tests.tools.take_away import (
     NEEDED_BY,
     extensions,
-    of_night,
     outcome,
     own_files,
     run_tests_without,
@@ -127,14 +127,14 @@ def test_a_test_that_fails_for_something_else_is_told_from_the_extensions_own(tm
     assert others == ["tests/one::test_c"] and passed == 1
 
 
-def test_each_extension_has_its_turn_before_any_has_another():
-    names = extensions()
-
-    turns = [of_night(date(2026, 3, 1) + timedelta(days=day)) for day in range(len(names))]
-
-    assert sorted(turns) == names
-
-
 def test_whoever_imports_an_extension_is_its_own_also_by_way_of_a_helper():
     assert "tests/ahead/test_run_ahead.py" in own_files("ahead"), "worlds/ahead.py imports it"
     assert "tests/phase_07/test_mixed_step.py" not in own_files("ahead")
+
+
+def test_each_has_its_night_before_any_has_another():
+    names = extensions()
+    days = [date(2026, 2, 25) + timedelta(days=day) for day in range(len(names))]
+
+    assert sorted(name for day in days for name in of_night(names, len(names), day)) == names
+    assert sorted(name for day in days[:3] for name in of_night(names, 3, day)) == names

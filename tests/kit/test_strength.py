@@ -9,6 +9,7 @@ from checkout import Checkout
 from labs.kit.mutations import mutations_of
 from labs.kit.regions import PHASES, Exercise, find_regions, read_engine
 from labs.kit.strength import SAMPLE_WANTED, equivalents_of
+from tests.tools.nights import of_night
 
 MODULE = '''"""A module."""
 
@@ -181,7 +182,7 @@ def test_tests_see_most_of_a_sample_of_changes(shared):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("phase", [int(phase[:2]) for phase in PHASES])
+@pytest.mark.parametrize("phase", of_night([int(phase[:2]) for phase in PHASES], 3))
 def test_tests_see_what_changes_in_a_phase(shared, phase):
     result = shared.lab("mutants", "--generic", str(phase))
 

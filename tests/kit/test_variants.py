@@ -1,8 +1,5 @@
 """`lab variants`: other right answers pass, all together are an engine, and last hints say what they use."""
 
-from datetime import date
-from zlib import crc32
-
 import pytest
 from checkout import Checkout
 
@@ -10,6 +7,7 @@ from labs.kit import variants
 from labs.kit.hints import Hints
 from labs.kit.regions import PHASES, ROOT, LabError, read_engine
 from labs.kit.variants import drift, with_variant
+from tests.tools.nights import of_night
 
 EXERCISES = read_engine()
 ROOMS = (
@@ -127,7 +125,7 @@ def test_all_variants_together_are_an_engine(tmp_path):
     checkout = Checkout(tmp_path, "adapters", "benchmarks", "examples")
     checkout.take_variants()
     files = [path.relative_to(ROOT) for folder in SUITE for path in (ROOT / folder).rglob("test_*.py")]
-    half = [str(path) for path in files if (crc32(path.name.encode()) + date.today().toordinal()) % 2]
+    half = of_night(sorted(map(str, files)), 2)
 
     # Which files a reader enters is said of our code.
     readers = "tests/engine/test_plain_life.py"

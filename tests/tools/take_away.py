@@ -1,12 +1,11 @@
 """The checkout without one of its extensions, and all tests there that are not the extension's.
 
 `python -m tests.tools.take_away NAME [PYTEST'S ARGUMENTS]` takes one away and runs them; without a name it is the
-night's: they take turns, by the day of the year. Exit status 1 and a list of tests where the extension was missed.
+night's: they take turns. Exit status 1 and a list of tests where the extension was missed.
 `--list` says which tests are each extension's.
 """
 
 import ast
-import datetime
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from tests.tools.house import CORE_FOLDERS, ROOT
+from tests.tools.nights import of_night
 
 PARTS = (
     *("minivllm", "labs", "tests", "solutions", "phases", "docs", "adapters", "benchmarks", "examples"),
@@ -259,18 +259,12 @@ def run_tests_without(name: str, root: Path, *arguments: str) -> tuple[list[str]
     return outcome(name, report)
 
 
-def of_night(day: datetime.date) -> str:
-    """The extension whose turn it is: each has one in as many nights as there are extensions."""
-    names = extensions()
-    return names[day.timetuple().tm_yday % len(names)]
-
-
 def main(arguments: list[str]) -> int:
     if arguments == ["--list"]:
         for name in extensions():
             print(name, *own_files(name), *TESTS.get(name, ()), sep="\n    ")
         return 0
-    name = arguments[0] if arguments else of_night(datetime.date.today())
+    name = arguments[0] if arguments else of_night(names := extensions(), len(names))[0]
     with tempfile.TemporaryDirectory(prefix="taken-away-") as folder:
         root = Path(folder) / "checkout"
         take_away(name, root)
