@@ -27,7 +27,8 @@ STAYS = {
     "import time; time.sleep(1000)": "waiting",
 }
 STUBBORN = "while True:\n    try:\n        while True: pass  # here\n    except: pass"
-BOMB = "import ctypes\nwhile True: ctypes.CDLL(None).fork()"
+# Each starts one and waits, so that they grow for ever and the machine has no more than one of them to run.
+CHAIN = "import ctypes, time\nwhile not ctypes.CDLL(None).fork(): pass\ntime.sleep(1000)"
 FIRST = "    runs: list[tuple[int, slice]] = []\n"
 RUN = """
 import json, sys
@@ -92,7 +93,7 @@ def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path):
 
 
 def test_processes_that_start_processes_are_all_ended(tmp_path):
-    paths, _ = answers(tmp_path, [BOMB])
+    paths, _ = answers(tmp_path, [CHAIN])
 
     [(results, trouble, passed)] = run(paths)
 
