@@ -156,6 +156,7 @@ def test_two_mistakes_at_once_are_both_recognised(checkout):
     assert any("In the order of adapters the rows of one adapter are a run" in line for line in named)
 
 
+@pytest.mark.nightly
 def test_grades_are_told_in_the_order_of_the_exercises(checkout):
     checkout.solve("3.1", "3.4")
     checkout.answer("3.3", ("kept + expanded", "expanded"))
@@ -307,6 +308,7 @@ def test_a_name_that_is_not_there_is_compared_with_no_known_mistake(checkout):
     assert "known mistake" not in said
 
 
+@pytest.mark.nightly
 def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
     code = (
         "from labs.kit import forks\nfrom labs.kit.commands.check import say_wait\n"
@@ -595,6 +597,7 @@ def test_watching_grades_what_was_saved(checkout):
         process.wait()
 
 
+@pytest.mark.nightly
 def test_watching_begins_with_what_was_begun_solved_or_not(checkout):
     checkout.solve("3.4")
     checkout.lab("check", "3.4")
@@ -633,6 +636,7 @@ def test_instructors_get_points_as_json_and_junit(checkout):
     assert cases["3.1"].find("failure").get("type") == "todo"
 
 
+@pytest.mark.nightly
 def test_a_release_is_checked_by_the_starters_it_would_hand_out(checkout):
     file = checkout.root / "labs" / "released.json"
     file.write_text("[]")

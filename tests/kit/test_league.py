@@ -88,6 +88,7 @@ def figures(*ttft_ms):
     }
 
 
+@pytest.mark.nightly
 def test_who_does_better_on_a_traffic_that_is_made_for_it_is_ahead():
     thrash = Traffic("thrash", {"adapter_mix": "thrash", "adapters": 60, "requests": 200})
     hotspot = Traffic("hotspot", {"adapter_mix": "hotspot", "rate": 80.0, "requests": 200})

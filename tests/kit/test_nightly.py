@@ -38,7 +38,10 @@ def checkout(tmp_path_factory):
     return checkout
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two"])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param([], id="one process"), pytest.param(["-n", "2"], id="two", marks=pytest.mark.nightly)],
+)
 def test_what_does_not_run_is_counted(checkout, processes):
     said = checkout.pytest("tests/phase_03/test_tried.py", *processes).stdout
 

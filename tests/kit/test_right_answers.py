@@ -11,6 +11,8 @@ import pytest
 
 from labs.kit.regions import ROOT, edit, read_engine
 
+pytestmark = pytest.mark.nightly
+
 # Exercise -> lines of ours, and others that say the same.
 ANSWERS = {
     "7.2": ("self._manager().set_active_adapters(", "(self.model and self._manager()).set_active_adapters("),

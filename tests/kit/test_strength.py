@@ -137,6 +137,7 @@ def test_what_is_listed_must_be_a_change_that_no_test_sees(shared, equivalents, 
     assert result.returncode == 1
 
 
+@pytest.mark.nightly
 def test_what_no_test_sees_is_shown_and_counts(shared, equivalents):
     equivalents.write_text("")
     tests = shared.root / "tests/phase_03/test_slot_mapping.py"

@@ -427,6 +427,7 @@ def test_the_seconds_of_a_grade_are_those_that_one_waits(monkeypatch):
     assert (problems, seconds) == ([], 7.5)
 
 
+@pytest.mark.nightly
 def test_a_test_of_kernels_runs_by_hand_as_the_hunt_says(checkout):
     """On a machine without a GPU they need Triton's interpreter, which nobody but `lab` had chosen."""
     path = checkout.root / "labs" / PHASE / "test_by_hand.py"
