@@ -98,7 +98,7 @@ def signs(result):
 def test_a_variant_passes_its_exercises_tests(shared, number):
     result = shared.lab("variants", number)
 
-    assert signs(result) == [f"✓ {number}"], result.stdout
+    assert [*signs(result)] == [f"✓ {number}"], result.stdout
     assert result.returncode == 0
 
 
