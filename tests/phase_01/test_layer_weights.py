@@ -59,6 +59,16 @@ class TestOptimize:
 
         assert_rows_equal(weights.lora_b, once, what="B after a second time")
 
+    def test_a_scaling_that_was_set_since_is_moved_too(self):
+        weights = random_weights(scaling=2.5).optimize()
+        expected = delta(weights.lora_a, weights.lora_b, -3)
+        weights.scaling = -3
+
+        weights.optimize()
+
+        assert weights.scaling == 1, f"scaling is {weights.scaling} after the second optimize"
+        assert_rows_equal(weights.lora_b @ weights.lora_a, expected, tolerance=1e-12, what="B @ A")
+
     def test_does_not_write_to_tensors_that_others_hold(self):
         shared = random_weights()
         before = shared.lora_a.clone(), shared.lora_b.clone()
@@ -139,6 +149,16 @@ class TestPack:
         assert packed.scaling == [1, 1]
         for now, then in zip(packed.lora_b, before, strict=True):
             assert_rows_equal(now, then, what="B after optimize")
+
+    def test_a_part_whose_scaling_is_zero_is_there_and_adds_nothing(self):
+        """So it is of an adapter with an alpha of 0."""
+        still = random_weights("k_proj", rank=6, scaling=0, seed=2)
+
+        packed = PackedLoRALayerWeights.pack([random_weights(rank=2, scaling=3, seed=1), still])
+
+        assert packed.rank == 6, "a part of scaling 0 takes room in its slot like any other"
+        assert packed.scaling == [1, 1]
+        assert_rows_equal(packed.lora_b[1], torch.zeros_like(still.lora_b), what="B of the part of scaling 0")
 
     @pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
     def test_leaves_a_hole_where_the_adapter_has_no_part(self, missing):

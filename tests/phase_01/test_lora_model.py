@@ -157,9 +157,10 @@ def test_a_bias_of_16_bits_is_scaled_in_the_dtype_it_is_converted_to(stored):
 
 
 @pytest.mark.lab("1.6")
-def test_the_same_tensor_with_and_without_the_prefix_is_refused():
+@pytest.mark.parametrize("differs", [0, 1], ids=["equal numbers", "other numbers"])
+def test_the_same_tensor_with_and_without_the_prefix_is_refused(differs):
     tensors = good_tensors()
-    tensors[f"{Q}.lora_A.weight"] = tensors[A] + 1
+    tensors[f"{Q}.lora_A.weight"] = tensors[A] + differs
 
     message = refusal(tensors)
 
@@ -314,6 +315,13 @@ def test_weights_come_in_the_dtype_asked_for(dtype):
 
     assert {lora.loras[m].lora_a.dtype for m in WIDTHS} == {dtype}
     assert {lora.loras[m].lora_b.dtype for m in WIDTHS} == {dtype}
+
+
+@pytest.mark.lab("1.6")
+def test_weights_keep_their_dtype_where_none_is_asked_for():
+    lora = from_tensors(good_tensors(torch.float16), dtype=None)
+
+    assert {t.dtype for m in WIDTHS for t in lora.loras[m].tensors} == {torch.float16}
 
 
 def test_an_adapter_is_looked_up_by_module():

@@ -49,6 +49,7 @@ class TestTensorNames:
             f"base_model.model.{UP}.lora_A.bias",
             f"base_model.model.{UP}.lora_A",
             f"base_model.model.{UP}.lora_A.default.weight",
+            f"base_model.model.{UP}.lora_A.default",
             f"base_model.model.{UP}.lora_C.weight",
             f"base_model.model.{UP}.lora_embedding_A.weight",
             f"base_model.model.{UP}.base_layer.weight",

@@ -150,6 +150,30 @@ def test_slices_do_not_share_their_live_ranks():
 
 
 @pytest.mark.lab("2.1")
+def test_slots_are_in_the_buffers_that_were_given():
+    """Who has made them, in a GPU's pool for one, goes on looking into them."""
+    a, b = (
+        [torch.zeros(3, 1, 2, 5), torch.zeros(3, 1, 2, 5)],
+        [torch.zeros(3, 1, 4, 2), torch.zeros(3, 1, 6, 2)],
+    )
+
+    slots = Slots(a, b)
+
+    for given, kept in zip((*a, *b), (*slots.a, *slots.b), strict=True):
+        assert given.data_ptr() == kept.data_ptr(), "slots are another buffer than the one that was given"
+
+
+@pytest.mark.lab("2.1")
+def test_slots_of_another_class_are_made_of_that_class():
+    class Counted(Slots):
+        pass
+
+    slots = Counted.empty(2, 4, [(5, 3)], torch.float32, "cpu")
+
+    assert type(slots) is Counted, f"Counted.empty made {type(slots).__name__}"
+
+
+@pytest.mark.lab("2.1")
 def test_new_slots_have_nothing_beside_them():
     first, second = (wrapped("qkv", slots=4).slots for _ in range(2))
 
