@@ -297,6 +297,21 @@ def test_a_run_of_any_length_is_one_product(op):
 
 
 @pytest.mark.lab("3.5")
+def test_a_rank_or_a_column_alone_is_a_matrix_too():
+    """(S, 1, K) is three slots of rank 1, and no slot has a dimension too many."""
+    generator = torch.Generator().manual_seed(5)
+    x, a, b = (random_tensor(generator, *shape) for shape in ((3, 5), (3, 1, 5), (3, 1, 5)))
+    runs, shrunken, expanded = [(2, slice(0, 2)), (0, slice(2, 3))], torch.zeros(3, 1), torch.zeros(3, 2)
+
+    shrink_runs(x, a, shrunken, runs)
+    expand_runs(x, b, expanded, runs, 1, 1)
+
+    slots = [2, 2, 0]
+    assert_rows_equal(shrunken, shrunk(x, a, slots, 1.0), labels=labels_of(slots), tolerance=1e-5)
+    assert_rows_equal(expanded[:, 1:], shrunk(x, b, slots, 1.0), labels=labels_of(slots), tolerance=1e-5)
+
+
+@pytest.mark.lab("3.5")
 def test_a_segment_may_be_empty():
     generator = torch.Generator().manual_seed(4)
     x, a = random_tensor(generator, 3, 5), random_tensor(generator, 2, 4, 5)
