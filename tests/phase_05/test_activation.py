@@ -169,6 +169,27 @@ def test_a_wall_clock_that_is_set_back_makes_no_copy_take_less_than_nothing(monk
     assert told[0].seconds > 0, f"the copy took {told[0].seconds} s"
 
 
+def test_the_seconds_that_are_told_have_the_copy_in_them(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    manager, told = make_manager(slots=1), []
+    manager.add_adapter(make_adapter(1))
+    manager.listeners.append(told.append)
+    write = manager._write
+
+    def takes_seven_seconds(lora, slot):
+        now[0] += 7
+        write(lora, slot)
+
+    monkeypatch.setattr(manager, "_write", takes_seven_seconds)
+
+    manager.activate_adapter(1)
+
+    assert [event.seconds for event in told] == [7], (
+        f"seconds told: {[event.seconds for event in told]}; copying took 7"
+    )
+
+
 def test_a_failed_copy_leaves_the_slot_free_and_the_adapter_inactive(monkeypatch):
     """Incident 4: the table must not name an adapter whose weights are not, or only partly, there."""
     manager = make_manager(slots=2)

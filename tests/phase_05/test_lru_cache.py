@@ -47,6 +47,27 @@ def test_replacing_needs_no_room_and_counts_as_use():
     assert cache[2] == "other"
 
 
+@pytest.mark.parametrize("value", [0, None, ""])
+def test_a_value_that_counts_as_false_is_there_all_the_same(value):
+    """Slot 0 is one."""
+    cache = LRUCache(2)
+    for key in (1, 2):
+        cache.put(key, value)
+
+    cache.put(2, "other")
+
+    assert_order(cache, [1, 2], f"1 and 2 are put with {value!r}, and 2 again: nobody has to go")
+
+
+def test_a_cache_without_room_takes_nothing():
+    cache = LRUCache(0)
+
+    with refusal(RuntimeError, "a cache for 0 has room for nothing"):
+        cache.put(1, "value 1")
+
+    assert_order(cache, [], "nothing was put")
+
+
 def test_who_must_stay_is_passed_over_for_the_next_oldest():
     cache = cache_with(1, 2, 3, 4, capacity=4)
 
