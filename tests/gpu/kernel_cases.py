@@ -41,7 +41,6 @@ from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.parallel.peers import gather_op, norm_op, sum_op
-from minivllm.parallel.peers.sum_op import Meetings
 from tests.tools.device import DEVICE
 from tests.tools.memory import (
     Guarded,
@@ -54,6 +53,7 @@ from tests.tools.memory import (
     live_part,
     random,
 )
+from tests.worlds.peers import Peers, parts_of
 
 NAN = float("nan")
 CLOSE = 3e-6  # float32, as a share of the largest value
@@ -166,103 +166,79 @@ def write_slot(sanitizer, shapes, slot, slots=3):
     return torch.cat([view.flatten() for view in views])
 
 
-def sum_of_ranks(sanitizer, rank, size, n, sums=4):
-    """One rank's part of as many sums as its room's halves are used twice in; others have told of all theirs."""
-    half, programs = 4 * (n + 5 + (-n - 5) % 4), sum_op.programs_of(4 * n)
-    terms = random(size, 2, half // 4, seed=n)
-    rooms = [guarded(own) for own in terms]
-    flags = [numbers([sums + 1] * (programs * size)) for _ in range(size)]
-    counts, stop = numbers([0] * programs), numbers([0])
-    sanitizer.reach = rooms + flags
-    found = []
+def exchanges(sanitizer, rank, size, calls, parts, run, more=None):
+    """As many calls of a rank's kernel as use its halves twice. Programs of odd numbers are a turn ahead of others.
 
-    for i in range(sums):
-        x = guarded(random(1, n, seed=50 + i))[0]
+    parts   of each rank, what each of its programs sends    more   likewise, of float32
+    run     (exchange) -> what the kernel wrote
+
+    The other ranks' numbers are there before each call, and after it the rank's own are at all others.
+    """
+    programs = len(parts[0])
+    begun = [program % 2 for program in range(programs)]
+    peers, found = Peers(size, programs, begun), []
+    peers.stop.fill_(1)  # all it waits for is there; what is not would never come
+    sanitizer.reach += peers.buffers
+    for i in range(calls):
+        expected = Peers(size, programs, [turn ^ (i & 1) for turn in begun])
+        for other in range(size):
+            if other != rank:
+                peers.turns[other].copy_(expected.turns[other])
+                peers.post(other, rank, parts[other], more and more[other])
+                expected.post(rank, other, parts[rank], more and more[rank])
         with sanitizer.watching():
-            tables = [
-                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
-            ]
-            found.append(sum_op.peer_sum(x, Meetings(*tables, counts, stop, half, rank), looks=2))
-        terms[rank, (i + 1) % 2, :n] = x.cpu()
-        assert torch.equal(found[-1].cpu(), functools.reduce(torch.add, terms[:, (i + 1) % 2, :n]))
-
-    assert all(torch.equal(room.cpu(), own) for room, own in zip(rooms, terms))
-    assert counts.tolist() == [sums] * programs
-    for other, theirs in enumerate(flags):
-        told = [sums if column == rank != other else sums + 1 for column in range(size)]
-        assert theirs.view(programs, size).tolist() == [told] * programs
+            found.append(run(peers.exchange_of(rank)))
+        assert peers.holds(expected)
+        assert peers.turns[rank].tolist() == [turn ^ 1 for turn in expected.turns[rank].tolist()]
+        for buffers in peers.buffers:
+            buffers.zero_()
     return torch.stack(found)
 
 
-def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
-    """As `sum_of_ranks`; programs of higher numbers have met more often."""
-    n = rows * width
-    half, programs = 4 * (n + 4), sum_op.programs_of(4 * n)
-    parts = random(size, 2, half // 4, seed=n)
-    rooms = [guarded(own) for own in parts]
-    late = torch.arange(programs, dtype=torch.int32) * 2
-    told = (late + gathers + 1).repeat_interleave(size)
-    flags = [numbers(told) for _ in range(size)]
-    counts, stop = numbers(late), numbers([0])
-    sanitizer.reach = rooms + flags
-    found = []
+def sum_of_ranks(sanitizer, rank, size, n):
+    terms = random(size, n, seed=n)
+    terms[:, ::7] = 0
+    x = guarded(terms[rank][None])[0]
 
-    for i in range(gathers):
-        x = guarded(random(rows, width, seed=50 + i).view(1, n))[0].view(rows, width)
-        with sanitizer.watching():
-            tables = [
-                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
-            ]
-            found.append(gather_op.peer_gather(x, Meetings(*tables, counts, stop, half, rank), looks=2))
-        parts[rank, (i + 1) % 2, :n] = x.cpu().flatten()
-        expected = torch.cat([one.view(rows, width) for one in parts[:, (i + 1) % 2, :n]], dim=1)
-        assert torch.equal(found[-1].cpu(), expected)
+    found = exchanges(
+        *(sanitizer, rank, size, 4, [parts_of(one) for one in terms]),
+        lambda exchange: sum_op.peer_sum(x, exchange, looks=2),
+    )
 
-    assert all(torch.equal(room.cpu(), own) for room, own in zip(rooms, parts))
-    assert torch.equal(counts.cpu(), late + gathers)
-    for other, theirs in enumerate(flags):
-        own = theirs.cpu().view(programs, size)[:, rank]
-        assert torch.equal(own, late + (gathers + 1 if other == rank else gathers))
-    return torch.stack(found)
+    assert all(torch.equal(one.cpu(), functools.reduce(torch.add, terms)) for one in found)
+    return found
 
 
-def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
-    """As `gather_of_ranks`: each row's program has met more often than the one before."""
-    room = sum_op.BYTES_A_ROW // 4
-    weight = random(width, seed=3)
-    terms = torch.full((size, 2, rows, room), NAN)
-    terms[..., :width] = random(size, 2, rows, width, seed=width)
-    rooms = [guarded(own.flatten(0, 1)) for own in terms]
-    late = torch.arange(rows, dtype=torch.int32)
-    flags = [numbers((late + norms + 1).repeat_interleave(size)) for _ in range(size)]
-    counts, stop = numbers(late), numbers([0])
-    sanitizer.reach = rooms + flags
-    found = []
+def gather_of_ranks(sanitizer, rank, size, rows, width):
+    parts = random(size, rows, width, seed=rows * width)
+    x = guarded(parts[rank].view(1, -1))[0].view(rows, width)
 
-    for i in range(norms):
-        x, stream = (
-            guarded(random(rows, width, seed=50 + i).view(1, -1))[0].view(rows, width),
-            random(rows, width),
-        )
+    found = exchanges(
+        *(sanitizer, rank, size, 4, [parts_of(one) for one in parts]),
+        lambda exchange: gather_op.peer_gather(x, exchange, looks=2),
+    )
+
+    assert all(torch.equal(one.cpu(), torch.cat(list(parts), dim=1)) for one in found)
+    return found
+
+
+def norm_of_ranks(sanitizer, rank, size, rows, width):
+    weight, terms, stream = random(width, seed=3), random(size, rows, width, seed=width), random(rows, width)
+    x, total = guarded(terms[rank], row_gap=4), functools.reduce(torch.add, terms) + stream
+
+    def run(exchange):
         residual = guard(stream, row_gap=4)
-        with sanitizer.watching():
-            tables = [
-                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
-            ]
-            meetings = Meetings(*tables, counts, stop, terms[0, 0].nbytes, rank)
-            of_norm = residual.view, numbers(weight, torch.float32), 1e-3, meetings
-            found.append(norm_op.peer_norm(x, *of_norm, looks=2))
-        halves = (late + i + 1) % 2
-        terms[rank, halves, torch.arange(rows), :width] = x.cpu()
-        brought = terms[:, halves, torch.arange(rows), :width]  # (size, rows, width)
-        assert torch.equal(residual.view.cpu(), functools.reduce(torch.add, brought) + stream)
-        assert_close(found[-1], rms(residual.view.cpu(), weight, 1e-3))
+        of_norm = residual.view, numbers(weight, torch.float32), 1e-3, exchange
+        found = norm_op.peer_norm(x, *of_norm, looks=2)
+        assert torch.equal(residual.view.cpu(), total)
         residual.assert_intact()
+        return found
 
-    for own, expected in zip(rooms, terms):
-        torch.testing.assert_close(own.cpu(), expected.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(counts.cpu(), late + norms)
-    return torch.stack(found)
+    found = exchanges(sanitizer, rank, size, 3, terms, run)
+
+    for one in found:
+        assert_close(one, rms(total, weight, 1e-3))
+    return found
 
 
 # ---- adapters in pages --------------------------------------------------------------------------------------
@@ -392,40 +368,23 @@ def normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, size)
 
     h   (T, R) of each row, NaN past the live rank
     """
-    times, rows = torch.tensor([0.5, -3.0, 1.0])[-size:, None, None], len(y)
-    late = torch.arange(rows, dtype=torch.int32)
-    of_next = (late + 1) % 2, torch.arange(rows)  # the half and the row of each meeting
-    brought = torch.full((size, rows, sum_op.BYTES_A_ROW // 4), NAN)
-    brought[..., : y.shape[1]] = times * y
-    brought[..., sum_op.BYTES_OF_X.value // 4 :][..., : h.shape[1]] = times * h.cpu()
-    terms = torch.full((size, 2, *brought.shape[1:]), NAN)
-    terms[:-1, *of_next] = brought[:-1]
-    rooms = [guarded(own.flatten(0, 1)) for own in terms]
-    flags, counts = [numbers((late + 2).repeat_interleave(size)) for _ in range(size)], numbers(late)
-    sanitizer.reach += rooms + flags
+    times = torch.tensor([0.5, -3.0, 1.0])[-size:]
     residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
     product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
+    h = [row[~row.isnan()] for row in h.cpu()]
+    tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.pieces.rank, y.itemsize))
+    slots, weights = numbers(picks, torch.int64), numbers(weight, torch.float32)
 
-    with sanitizer.watching():
-        tables = [torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)]
-        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.pieces.rank, y.itemsize))
-        out = norm_op.peer_norm(
-            product.view,
-            stream.view,
-            numbers(weight, torch.float32),
-            1e-3,
-            Meetings(*tables, counts, numbers([0]), terms[0, 0].nbytes, size - 1),
-            update,
-            numbers(picks, torch.int64),
-            tiles,
-            looks=2,
-        )
+    (out,) = exchanges(
+        *(sanitizer, size - 1, size, 1, [factor * y for factor in times]),
+        lambda exchange: norm_op.peer_norm(
+            product.view, stream.view, weights, 1e-3, exchange, update, slots, tiles, looks=2
+        ),
+        more=[[factor * row for row in h] for factor in times],
+    )
 
     product.assert_written_only_where(torch.tensor(False))
     stream.assert_intact()
-    terms[-1, *of_next] = brought[-1]
-    for own, expected_there in zip(rooms, terms):
-        torch.testing.assert_close(own.cpu(), expected_there.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
     total = residual.double() + times.sum() * expected
     assert_close(stream.view, total, 2 * CLOSE)
     assert_close(out, rms(total, weight, 1e-3), 4 * CLOSE)

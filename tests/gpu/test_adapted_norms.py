@@ -64,7 +64,7 @@ class TwoThatAdd(TwoThatNorm):
     """Their norms can add what adapters add, too: the other's terms of h are as large as its own."""
 
     def add_adapters_and_norm(self, update, slots, x, residual, weight, eps):
-        """Stands for `adapted_peer_norm`, whose words others would have to bring."""
+        """Stands for `peer_norm` with an update, for which others would have to send their terms."""
         self.adapted.append(len(x))
         update = update._replace(h=2 * update.h)
         return adapted_norm(update, slots, weight, eps, self.all_reduce(x), residual)

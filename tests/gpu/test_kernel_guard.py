@@ -508,20 +508,40 @@ FAULTS = {
         "parallel/peers/gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
         "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
     ),
-    "peers: a norm's row counts as the one before": (
-        "parallel/peers/norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
+    "peers: a norm's row has the turn of the one before": (
+        "parallel/peers/norm_op.py", "turns_ptr + row)", "turns_ptr + tl.maximum(row - 1, 0))",
         "sums and norms", (AssertionError, ""),
     ),
-    "peers: a rank brings more than a row": (
-        "parallel/peers/norm_op.py", "bring(x, begin + column, inside,", "bring(x, begin + column, column >= 0,",
+    "peers: a rank sends more than a row": (
+        "parallel/peers/norm_op.py", "send(x, column, inside,", "send(x, column, column >= 0,",
         "sums and norms", (AssertionError, ""),
     ),
-    "peers: h is brought where the row's numbers are": (
-        "parallel/peers/norm_op.py", "(begin * SIZE_OF_X + BYTES_OF_X) // 4", "(begin * SIZE_OF_X) // 4",
+    "peers: what was received stays there": (
+        "parallel/peers/exchange.py", "tl.zeros(bits.shape, bits.dtype), mask=inside)", "bits, mask=inside)",
+        "sums", (AssertionError, ""),
+    ),
+    "peers: h that was received stays there": (
+        "parallel/peers/exchange.py", "tl.zeros(more.shape, more.dtype), mask=", "more, mask=",
         "sums and normed", (AssertionError, ""),
     ),
-    "peers: h is brought past the live rank": (
-        "parallel/peers/norm_op.py", "h_place, rank_of_h < live, rooms_ptr", "h_place, rank_of_h < R, rooms_ptr",
+    "peers: what was received is cleared before all threads have read it": (
+        "parallel/peers/exchange.py", "    tl.debug_barrier()", "    tl.store(ptrs, bits, mask=inside)",
+        "sums", (AssertionError, ""),
+    ),
+    "peers: a 0 is sent as it is": (
+        "parallel/peers/exchange.py", "tl.where(bits == 0, minus_zero, bits)", "bits",
+        "sums", (AssertionError, ""),
+    ),
+    "peers: one half is used in every turn": (
+        "parallel/peers/exchange.py", "2 + (turn & 1)", "2 + (turn & 2)",
+        "sums", (AssertionError, ""),
+    ),
+    "peers: h is sent where the row's numbers are": (
+        "parallel/peers/norm_op.py", "rank_of_h + BYTES_OF_X // 4", "rank_of_h",
+        "sums and normed", (AssertionError, ""),
+    ),
+    "peers: h is sent past the live rank": (
+        "parallel/peers/norm_op.py", "send(h, h_place, is_live,", "send(h, h_place, rank_of_h < R,",
         "sums and normed", (AssertionError, ""),
     ),
     "peers: what adapters add is added for this rank's h alone": (

@@ -37,7 +37,7 @@ class ThreadThatNorms(ranks.ThreadOfMany):
         return F.rms_norm(residual, weight.shape, weight, eps)
 
     def add_adapters_and_norm(self, update, slots, x, residual, weight, eps):
-        """Stands for `adapted_peer_norm`, with a thread for its words."""
+        """Stands for `peer_norm` with an update."""
         if len(x) > MOST_ROWS:
             return None
         self.with_adapters += 1

@@ -69,25 +69,26 @@ def compile_all(what, path):
 def compile_sums():
     """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
     from minivllm.gpu.kernels.update import Update
+    from minivllm.parallel.peers.exchange import Exchange
     from minivllm.parallel.peers.gather_op import peer_gather
     from minivllm.parallel.peers.group import DTYPES
     from minivllm.parallel.peers.norm_op import peer_norm
-    from minivllm.parallel.peers.sum_op import Meetings, peer_sum
+    from minivllm.parallel.peers.sum_op import peer_sum
 
     slots = torch.zeros(32, dtype=torch.int64)
     for dtype in DTYPES:
         for size in (2, 8):
-            tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-            meetings = Meetings(*tables, counts, counts[:1], 1 << 20, 1)
-            peer_sum(torch.zeros(32, 4096, dtype=dtype), meetings)
-            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), meetings)
+            turns = torch.zeros(256, dtype=torch.int32)
+            exchange = Exchange(torch.zeros(size, dtype=torch.int64), turns, turns[:1], 1)
+            peer_sum(torch.zeros(32, 4096, dtype=dtype), exchange)
+            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), exchange)
             for width in (1000, 4096):
                 x = torch.zeros(32, width, dtype=dtype)
-                peer_norm(x, x, x[0], 1e-5, meetings)
+                peer_norm(x, x, x[0], 1e-5, exchange)
                 for rank in (8, 32):
                     b, ranks = torch.zeros(3, width, rank, dtype=dtype), torch.ones(1, 3, dtype=torch.int32)
                     update = Update(torch.zeros(1, 32, rank, dtype=dtype), in_pages([b], ranks))
-                    peer_norm(x, x, x[0], 1e-5, meetings, update, slots)
+                    peer_norm(x, x, x[0], 1e-5, exchange, update, slots)
 
 
 def compile_rotations():

@@ -1,4 +1,4 @@
-"""A gather over processes in one kernel: each reads all parts where they are. Beside
+"""A gather over processes in one kernel: each has what the others send. Beside
 vllm/csrc/custom_all_reduce.cuh (v0.22.1): there gathers are NCCL's.
 """
 
@@ -6,59 +6,47 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.parallel.peers.sum_op import (
-    BYTES_A_PROGRAM,
-    BYTES_AT_ONCE,
-    LOOKS,
-    Meetings,
-    bring,
-    come,
-    programs_of,
-    room_of,
-    wait,
-)
-
-# Nothing is computed with what is gathered: so it is moved in words of so many bytes, whatever the dtype is.
-BYTES_A_WORD = 4
+from minivllm.parallel.peers.exchange import BYTES_AT_ONCE, LOOKS, Exchange, end_turn, receive, send
+from minivllm.parallel.peers.sum_op import BYTES_A_PROGRAM, programs_of
 
 
 @triton.jit(do_not_specialize=["pieces"])
 def _peer_gather_kernel(
-    x_ptr, y_ptr, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, pieces, half,
+    x_ptr, y_ptr, buffers_ptr, turns_ptr, stop_ptr, pieces,
     RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
     LOOKS: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = that row of every rank's x, side by side. Rows of x have WIDTH words.
-
-    A program has the place of a sum's of its number, its flags and its count. So sums and gathers may take turns.
-    """
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < pieces * PIECE
-    x = tl.load(x_ptr + place, mask=inside)
-    count = tl.load(counts_ptr + tl.program_id(0)) + 1
-    there = (count & 1) * half + place
-    bring(x, there, inside, rooms_ptr, RANK)
-    come(count, flags_ptr, RANK, SIZE)
-    wait(count, flags_ptr, counts_ptr, stop_ptr, RANK, SIZE, LOOKS)
-    row, column = place // WIDTH, place % WIDTH
+    """y[row] = that row of every rank's x, side by side. Rows of x have WIDTH numbers."""
+    place = tl.arange(0, BLOCK)
+    number = tl.program_id(0) * BLOCK + place
+    inside = number < pieces * PIECE
+    x = tl.load(x_ptr + number, mask=inside, other=0.0)
+    turn = tl.load(turns_ptr + tl.program_id(0))
+    send(x, place, inside, turn, buffers_ptr, RANK, SIZE)
+    row, column = number // WIDTH, number % WIDTH
     for rank in tl.static_range(SIZE):
-        part = tl.load(room_of(rooms_ptr, rank, tl.int32) + there, mask=inside, volatile=True)
+        part = x
+        if rank != RANK:
+            part, _, turn = receive(
+                rank, place, inside, None, None, turn, buffers_ptr, stop_ptr, RANK, SIZE, x.dtype, LOOKS
+            )
+        part = tl.where(part == 0, 0.0, part)  # no rank has another zero than others
         tl.store(y_ptr + (row * SIZE + rank) * WIDTH + column, part, mask=inside)
+    end_turn(turn, turns_ptr)
 
 
-def peer_gather(x: torch.Tensor, meetings: Meetings, looks: int = LOOKS) -> torch.Tensor:
-    """Every rank's x, side by side along the last dimension, bit by bit.   (..., n) -> (..., ranks * n)
+def peer_gather(x: torch.Tensor, exchange: Exchange, looks: int = LOOKS) -> torch.Tensor:
+    """Every rank's x, side by side along the last dimension.   (..., n) -> (..., ranks * n)
 
-    All ranks must call it with the same shape. Meetings are those of `peer_sum`, with which it shares them.
+    All ranks must call it with the same shape; all get the same bits, those of each x but for -0.0, which becomes 0.
 
-    x   contiguous, of any dtype, a multiple of 16 bytes, at most `half`; its rows are multiples of 4
+    x   contiguous, of floats, a multiple of 16 bytes, of no more than `exchange` has programs for
     """
-    rooms, flags, counts, stop, half, rank = meetings
-    y = x.new_empty(*x.shape[:-1], len(rooms) * x.shape[-1])
-    words = x.view(torch.int32)
+    buffers, turns, stop, rank = exchange
+    y = x.new_empty(*x.shape[:-1], len(buffers) * x.shape[-1])
     _peer_gather_kernel[(programs_of(x.nbytes),)](
-        words, y.view(torch.int32), rooms, flags, counts, stop, x.nbytes // BYTES_AT_ONCE, half // BYTES_A_WORD,
-        RANK=rank, SIZE=len(rooms), WIDTH=words.shape[-1], BLOCK=BYTES_A_PROGRAM // BYTES_A_WORD,
-        PIECE=BYTES_AT_ONCE // BYTES_A_WORD, LOOKS=looks,
+        x, y, buffers, turns, stop, x.nbytes // BYTES_AT_ONCE,
+        RANK=rank, SIZE=len(buffers), WIDTH=x.shape[-1], BLOCK=BYTES_A_PROGRAM // x.itemsize,
+        PIECE=BYTES_AT_ONCE // x.itemsize, LOOKS=looks,
     )  # fmt: skip
     return y

@@ -72,7 +72,7 @@ class CudaIpc:
         self._opened, self._own = [], None
 
     def _check_link(self, rank: int) -> None:
-        """A flag is an atomic operation on another GPU's memory. NVLink has these; others may end in an error there."""
+        """Links with atomic operations are NVLink's: over others these sums were never measured beside NCCL's."""
         own, has_atomics = ctypes.c_int(), ctypes.c_int()
         self._call("cudaGetDevice", ctypes.byref(own))
         other = own.value - self.rank + rank  # ranks are on neighbours, see `device_of`

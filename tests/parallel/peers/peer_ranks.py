@@ -12,20 +12,19 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from triton.runtime import interpreter
 
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.norm import fused_add_rms_norm
 from minivllm.gpu.kernels.update import Update
-from minivllm.parallel.peers import gather_op, norm_op, sum_op
+from minivllm.parallel.peers import exchange, gather_op, norm_op, sum_op
 from minivllm.parallel.peers import group as peer_group
 from minivllm.parallel.peers.group import PeerGroup
 from tests.worlds.gpu import in_pages
@@ -98,7 +97,7 @@ def both(group: PeerGroup, count: int, in_haste: bool) -> dict:
     """
     late, right = random.Random(group.rank), 0
     if in_haste:
-        sum_op._wait_for_one = triton.jit(goes_on)
+        group._exchange.turns.fill_(exchange.ENDED.value)
     for seed in range(count):
         size, width = random.Random(seed).choice([(1, 8), (3, 24), (5, 200), (32, 32), (64, 32), (128, 8)])
         parts = [part.view(size, width) for part in terms(group.size, seed, size * width, torch.float32)]
@@ -107,11 +106,7 @@ def both(group: PeerGroup, count: int, in_haste: bool) -> dict:
             right += torch.equal(group.all_reduce(parts[group.rank].clone()), in_order(parts))
         else:
             right += torch.equal(group.all_gather(parts[group.rank]), torch.cat(parts, dim=-1))
-    return {"right": right, "counts": counts_of(group)}
-
-
-def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
-    pass
+    return {"right": right, "turns": turns_of(group)}
 
 
 def all_kinds(group: PeerGroup, count: int) -> dict:
@@ -137,12 +132,12 @@ def all_kinds(group: PeerGroup, count: int) -> dict:
         else:
             was_right, by_kernel = norm(group, parts, seed)
             right, normed = right + was_right, normed + by_kernel
-    return {"right": right, "normed": normed, "adapted": adapted, "counts": counts_of(group)}
+    return {"right": right, "normed": normed, "adapted": adapted, "turns": turns_of(group)}
 
 
-def counts_of(group: PeerGroup) -> list[int]:
-    """To how many meetings programs have come."""
-    return sorted(set(group._meetings.counts.tolist()))
+def turns_of(group: PeerGroup) -> list[int]:
+    """Which halves programs use next."""
+    return sorted(set(group._exchange.turns.tolist()))
 
 
 def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, bool]:
@@ -184,7 +179,7 @@ def mix_up(rank: int, size: int) -> None:
 
     On a GPU nothing orders them either.
     """
-    begin, wait = interpreter.interpreter_builder.set_grid_idx, sum_op._wait_for_one
+    begin, receive = interpreter.interpreter_builder.set_grid_idx, exchange.receive
     launches, is_last = 0, False
 
     def begin_another(x: int, y: int, z: int) -> None:
@@ -193,26 +188,29 @@ def mix_up(rank: int, size: int) -> None:
         launches, is_last = launches + (x == 0), x == programs - 1
         begin(random.Random(launches).sample(range(programs), programs)[x], y, z)
 
-    def wait_long(*args, **kwargs):
-        wait(*args, **kwargs)
+    def receive_late(*args, **kwargs):
         time.sleep(0.03 if is_last and launches % size == rank else 0)
+        return receive(*args, **kwargs)
 
     interpreter.interpreter_builder.set_grid_idx = begin_another
-    sum_op._wait_for_one = wait_long
+    for op in (sum_op, gather_op, norm_op):
+        op.receive = receive_late
 
 
-def room_of_the_other(rooms_ptr, rank, dtype: tl.constexpr):
+def other_way_round(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The mistake of a gather that takes each of two ranks' parts for the other's."""
-    return sum_op.room_of(rooms_ptr, 1 - rank, dtype)
+    return lambda x, *args: gather(x, *args).roll(x.shape[-1], dims=-1)
 
 
 def others(group: PeerGroup) -> dict:
-    """What is not for the kernel: too large, of no such dtype, and no multiple of 16 bytes."""
-    group._sum = None
+    """What is not for the kernels: too large, of no such dtype, and no multiple of 16 bytes."""
+    group._sum = group._gather = None
     cases = [(MOST // 4 + 4, torch.float32), (8, torch.int64), (7, torch.float32), (0, torch.float32)]
     found = [group.all_reduce(torch.full((n,), group.rank + 1, dtype=dtype)) for n, dtype in cases]
     total = sum(range(1, group.size + 1))
-    return {"right": [bool((one == total).all()) and len(one) == n for one, (n, _) in zip(found, cases)]}
+    right = [bool((one == total).all()) and len(one) == n for one, (n, _) in zip(found, cases)]
+    ids = group.all_gather(torch.full((1, 8), group.rank))
+    return {"right": right, "ids": ids.tolist() == [[rank for rank in range(group.size) for _ in range(8)]]}
 
 
 def wide_norms(group: PeerGroup) -> dict:
@@ -255,7 +253,7 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     if case == "apart":
         peer_group.SECONDS_TO_TRY = 1.0
     if case == "gathers in the wrong order":
-        gather_op.room_of = triton.jit(room_of_the_other)
+        gather_op.peer_gather = other_way_round(gather_op.peer_gather)
     refusal = "cudaIpcOpenMemHandle: invalid argument (1)" if case == "refused" and rank == 1 else ""
     memory = FileMemory(rank, folder, refusal, alone=case == "apart")
     group = PeerGroup(memory, "cpu")

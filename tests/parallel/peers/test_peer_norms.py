@@ -8,21 +8,14 @@ from test_peer_sums import in_interpreter, run_ranks
 
 from minivllm.gpu.kernels import norm
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
-from minivllm.gpu.kernels.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
+from minivllm.gpu.kernels.paged_tuning import MOST_NORM_RANK
 from minivllm.gpu.kernels.update import Update
+from minivllm.parallel.peers.exchange import MOST_MORE
 from minivllm.parallel.peers.norm_op import peer_norm, warps_of
-from minivllm.parallel.peers.sum_op import (
-    BYTES_A_ROW,
-    BYTES_OF_X,
-    MOST_RANKS,
-    ROWS,
-    Meetings,
-    peer_sum,
-    programs_of,
-)
 from tests.tools.device import DEVICE
 from tests.tools.memory import Guarded
 from tests.worlds.gpu import in_pages
+from tests.worlds.peers import Peers
 
 NAN = float("nan")
 EPS = 1e-3
@@ -33,47 +26,35 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Ranks:
-    """What each of some ranks has, without processes: both halves of a room have its rows, amid NaN.
+    """Ranks of which one norms at a time.
 
     x   (ranks, T, H)
-    h   (ranks, T, r) of adapters, NaN where nothing is brought; None = there are none
+    h   (ranks, T, r) of adapters, NaN where nothing is sent; None = there are none
     """
 
     def __init__(self, x: torch.Tensor, h: torch.Tensor | None = None) -> None:
-        size, rows, width = x.shape
-        self.x, self.half = x.to(DEVICE), rows * BYTES_A_ROW
-        self.rooms = torch.full((size, 2, rows, BYTES_A_ROW // x.itemsize), NAN, dtype=x.dtype, device=DEVICE)
-        self.rooms[..., :width] = self.x[:, None]
-        if h is not None:
-            behind = BYTES_OF_X.value // 4
-            in_float32 = self.rooms.view(torch.float32)
-            in_float32[..., behind:] = NAN
-            in_float32[..., behind : behind + h.shape[2]] = h[:, None].to(DEVICE)
-        self.untouched = self.rooms.isnan().sum()
-        self.flags = torch.ones(size, rows, size, dtype=torch.int32, device=DEVICE)  # all have come once
-        self.counts = torch.zeros(size, rows, dtype=torch.int32, device=DEVICE)
-        self.stop = torch.zeros(1, dtype=torch.int32)
-        if DEVICE == "cuda":
-            self.stop = self.stop.pin_memory()
+        self.x, self.h = x.to(DEVICE), h
 
-    def meetings_of(self, rank: int) -> Meetings:
-        tables = addresses(self.rooms), addresses(self.flags), self.counts[rank], self.stop
-        return Meetings(*tables, self.half, rank)
+    def norm_at(self, rank: int, residual: torch.Tensor, weight: torch.Tensor, *of_adapters) -> torch.Tensor:
+        """Others have sent theirs before. In the end they have the rank's own, and it has nothing left."""
+        size, rows, _ = self.x.shape
+        peers, expected = Peers(size, rows), Peers(size, rows)
+        for other in range(size):
+            if other != rank:
+                peers.post(other, rank, self.x[other], self._sent_of_h(other))
+                expected.post(rank, other, self.x[rank], self._sent_of_h(rank))
+        x = Guarded(self.x[rank], gap=8, device=DEVICE).view
+        found = peer_norm(x, residual, weight, EPS, peers.exchange_of(rank), *of_adapters, looks=2)
+        assert peers.holds(expected) and peers.turns[rank].tolist() == [1] * rows
+        return found
 
-    def norm_at(self, rank: int, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return peer_norm(self.x[rank], residual, weight, EPS, self.meetings_of(rank), looks=2)
+    def _sent_of_h(self, rank: int) -> list[torch.Tensor] | None:
+        return None if self.h is None else [row[~row.isnan()].float() for row in self.h[rank]]
 
 
-def addresses(of_ranks: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([one.data_ptr() for one in of_ranks], device=DEVICE)
-
-
-def sum_at_rank_0(x: torch.Tensor) -> torch.Tensor:
-    """As `peer_sum` gives it, where all have come.   x: (ranks, T, H)"""
-    rooms, half = torch.stack([x, x], dim=1), x[0].nbytes  # (ranks, 2, T, H)
-    flags = torch.ones(len(x), programs_of(half), len(x), dtype=torch.int32, device=DEVICE)
-    counts, stop = torch.zeros_like(flags[0, :, 0]), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    return peer_sum(x[0], Meetings(addresses(rooms), addresses(flags), counts, stop, half, 0), looks=2)
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in their order, in float32, rounded once.   x: (ranks, T, H)"""
+    return functools.reduce(torch.add, x.float()).to(x.dtype)
 
 
 def terms(size, dtype, shape):
@@ -93,7 +74,7 @@ def terms(size, dtype, shape):
 def test_its_bits_are_those_of_a_sum_and_then_a_norm_on_all_ranks(size, dtype, shape):
     x, residual, weight = terms(size, dtype, shape)
     ranks, expected_residual = Ranks(x), residual.clone().to(DEVICE)
-    expected = norm.fused_add_rms_norm(sum_at_rank_0(ranks.x), expected_residual, weight, EPS)
+    expected = norm.fused_add_rms_norm(in_order(ranks.x), expected_residual, weight, EPS)
 
     for rank in range(size):
         stream = Guarded(residual, gap=8, device=DEVICE)
@@ -101,7 +82,6 @@ def test_its_bits_are_those_of_a_sum_and_then_a_norm_on_all_ranks(size, dtype, s
 
         assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
         stream.assert_intact()
-    assert ranks.rooms.isnan().sum() == ranks.untouched
 
 
 def test_it_is_the_norm_of_all_terms_and_the_residual():
@@ -114,16 +94,6 @@ def test_it_is_the_norm_of_all_terms_and_the_residual():
     expected = total / (total.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
     assert torch.allclose(stream.cpu().double(), total, atol=1e-6)
     assert torch.allclose(found.cpu().double(), expected, atol=1e-5)
-
-
-def test_who_is_told_to_stop_waits_for_nobody():
-    ranks, (x, residual) = Ranks(normal(2, 3, 16)), normal(2, 3, 16)
-    ranks.flags.zero_()  # rank 1 never comes
-    ranks.stop.fill_(1)
-
-    ranks.norm_at(0, residual.to(DEVICE), x[0].to(DEVICE))
-
-    assert ranks.counts.tolist() == [[1] * 3, [0] * 3] and ranks.flags[1].tolist() == [[1, 0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -144,22 +114,18 @@ def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks
     pieces = in_pages([b], live_ranks)
     ranks = Ranks(x, h)
     update = Update(functools.reduce(torch.add, h.float())[None], pieces)
-    expected = adapted_norm(update, slots, weight, EPS, sum_at_rank_0(ranks.x), expected_residual)
+    expected = adapted_norm(update, slots, weight, EPS, in_order(ranks.x), expected_residual)
 
     for tp_rank in range(size):
         stream = Guarded(residual, gap=8, device=DEVICE)
-        term = Guarded(x[tp_rank], gap=8, device=DEVICE).view
-        update = Update(h[tp_rank][None], pieces)
-        of_rank = ranks.meetings_of(tp_rank), update, slots
-        found = peer_norm(term, stream.view, weight, EPS, *of_rank, looks=2)
+        found = ranks.norm_at(tp_rank, stream.view, weight, Update(h[tp_rank][None], pieces), slots)
 
         assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
         stream.assert_intact()
-    assert ranks.rooms.isnan().sum() == ranks.untouched
 
 
 def test_there_is_room_for_every_rank_of_h_that_norms_add():
-    assert MOST_RANKS >= MOST_NORM_RANK and ROWS >= MOST_NORM_TOKENS
+    assert MOST_MORE >= MOST_NORM_RANK
 
 
 @pytest.mark.parametrize("width", [8, 576, 1000, 2048, 4096, 8192, 16384])
@@ -177,7 +143,7 @@ class TestProcesses:
         for code, found in run_ranks(size, tmp_path, "all kinds"):
             assert code == 0 and found["is_on"] and found["right"] == 80
             assert found["normed"] == 25 and found["adapted"] == 11
-            assert len(found["counts"]) > 3  # programs of high numbers have met less often
+            assert found["turns"] == [0, 1]  # programs of high numbers have had fewer turns
 
     def test_sum_first_where_rows_are_too_many_or_too_wide_or_odd(self, tmp_path):
         for code, found in run_ranks(2, tmp_path, "wide norms"):

@@ -12,96 +12,83 @@ import torch
 
 from minivllm.config import ParallelConfig
 from minivllm.parallel.peers import memory as peer_memory
-from minivllm.parallel.peers.sum_op import Meetings, peer_sum, programs_of
+from minivllm.parallel.peers.exchange import ENDED
+from minivllm.parallel.peers.group import PeerGroup
+from minivllm.parallel.peers.sum_op import peer_sum, programs_of
 from minivllm.parallel.ranks import make_group
+from minivllm.parallel.tensor_parallel import TensorParallel
 from tests.tools.device import DEVICE, compile_for_gpu
+from tests.worlds.peers import Peers, parts_of
 from tests.worlds.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own memory")
 
 
-class Ranks:
-    """What each of `size` ranks has, without processes: terms are where they would be once all have come."""
+def sums_at(rank: int, terms: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """What a rank has as the sum, once all others have sent their terms.   terms: (ranks, n)"""
+    for other in range(len(terms)):
+        if other != rank:
+            peers.post(other, rank, parts_of(terms[other]))
+    return peer_sum(terms[rank].to(DEVICE), peers.exchange_of(rank), looks=2).cpu()
 
-    def __init__(self, terms: torch.Tensor, begun: int = 0) -> None:
-        size = len(terms)
-        self.half = terms[0].nbytes
-        self.terms = terms.to(DEVICE)
-        self.rooms = [term.repeat(2, 1) for term in self.terms]
-        self.flags = [torch.full((programs_of(self.half), size), begun, dtype=torch.int32) for _ in terms]
-        self.flags = [flags.to(DEVICE) for flags in self.flags]
-        self.sums = [
-            torch.full((len(flags),), begun, dtype=torch.int32, device=DEVICE) for flags in self.flags
-        ]
-        self.stop = torch.zeros(1, dtype=torch.int32)
-        if DEVICE == "cuda":
-            self.stop = self.stop.pin_memory()
 
-    def sum_at(self, rank: int) -> torch.Tensor:
-        tables = [
-            torch.tensor([t.data_ptr() for t in them], device=DEVICE) for them in (self.rooms, self.flags)
-        ]
-        meetings = Meetings(*tables, self.sums[rank], self.stop, self.half, rank)
-        return peer_sum(self.terms[rank], meetings, looks=2)
-
-    def tell_all(self, count: int) -> None:
-        """All have begun that many sums."""
-        for flags in self.flags:
-            flags.fill_(count)
+def peers_for(terms: torch.Tensor) -> Peers:
+    return Peers(len(terms), programs_of(terms[0].nbytes))
 
 
 def random_terms(size: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of unlike magnitudes, so that their order shows."""
+    """Of unlike magnitudes, so that their order shows; some are 0, or -0.0."""
     values = torch.randn(size, n, generator=torch.Generator().manual_seed(n))
+    values = values * (values.abs() > 0.1)
     return (values * torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None]).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_all_ranks_add_in_the_same_order_and_have_the_same_bits(dtype):
     terms = random_terms(4, 1032, dtype)
-    ranks = Ranks(terms)
-    ranks.tell_all(1)
-
-    totals = [ranks.sum_at(rank) for rank in range(4)]
-
     expected = torch.zeros(1032)
     for term in terms:
         expected += term.float()
     assert not torch.equal(expected, terms.flip(0).float().cumsum(0)[-1])  # the order does show
-    assert all(torch.equal(total.cpu(), expected.to(dtype)) for total in totals)
+
+    totals = [sums_at(rank, terms, peers_for(terms)) for rank in range(4)]
+
+    bits = expected.to(dtype).view(torch.int16)
+    assert all(torch.equal(total.view(torch.int16), bits) for total in totals)
 
 
-def test_counts_go_past_the_largest_integer():
-    last = 2**31 - 1
-    ranks = Ranks(random_terms(2, 8, torch.float32), begun=last - 1)
-    expected = ranks.terms.sum(0)
+def test_a_rank_leaves_its_term_at_all_others_and_zeros_at_its_own_place():
+    terms = random_terms(3, 1032, torch.float32)
+    peers, expected = peers_for(terms), peers_for(terms)
+    expected.post(1, 0, parts_of(terms[1]))
+    expected.post(1, 2, parts_of(terms[1]))
 
-    for count in (last, -(2**31), 1 - 2**31):
-        ranks.tell_all(count)
-        assert torch.equal(ranks.sum_at(0), expected)
-        assert ranks.sums[0].tolist() == [count]
+    sums_at(1, terms, peers)
 
-
-def test_who_is_told_to_stop_waits_for_nobody():
-    ranks = Ranks(random_terms(2, 8, torch.float32))
-    ranks.stop.fill_(1)
-
-    for count in (1, 2):
-        ranks.sum_at(0)  # rank 1 never comes
-
-        assert ranks.sums[0].tolist() == [count] and ranks.flags[1].tolist() == [[count, 0]]
+    assert peers.holds(expected)
+    assert peers.turns[1].tolist() == [1, 1] and peers.turns[0].tolist() == [0, 0]
 
 
-def test_who_was_told_to_stop_asks_the_host_once_and_not_again_for_every_sum():
-    ranks = Ranks(random_terms(3, 8, torch.float32), begun=2**31 - 1)  # which counts past the largest
-    ranks.flags[0].copy_(torch.tensor([[0, -(2**31), 2**31 - 1]]))  # rank 1 has come, rank 2 never does
-    ranks.stop.fill_(1)
+def test_a_rank_that_is_a_sum_ahead_disturbs_no_other():
+    of_sums = [random_terms(2, 1032, torch.float32) * (i + 1) for i in range(5)]
+    peers = peers_for(of_sums[0])
 
-    ranks.sum_at(0)
+    for terms, following in zip(of_sums, [*of_sums[1:], of_sums[0]]):
+        peers.post(1, 0, parts_of(following[1]), ahead=1)
+        assert torch.equal(sums_at(0, terms, peers), terms.sum(0))
 
-    assert ranks.sums[0].tolist() == [-(2**31)]
-    assert ranks.flags[0].tolist() == [[0, -(2**31), -(2**30)]]  # 2**30 sums from now
+
+def test_who_is_told_to_stop_waits_for_nobody_and_does_not_ask_again():
+    terms = random_terms(3, 8, torch.float32)
+    peers = peers_for(terms)
+    peers.stop.fill_(1)
+
+    peer_sum(terms[0].to(DEVICE), peers.exchange_of(0), looks=2)  # nobody sends anything
+    peers.stop.fill_(0)
+    peer_sum(terms[0].to(DEVICE), peers.exchange_of(0), looks=2)
+
+    assert peers.turns[0].tolist() == [ENDED.value]
 
 
 @pytest.mark.nightly
@@ -206,6 +193,20 @@ def run_ranks(size: int, folder: Path, case: str) -> list[tuple[int, dict]]:
     return [(process.returncode, json.loads(out or "{}")) for process, (out, _) in zip(started, ended)]
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_looks_up_its_own_tokens_and_has_zeros_for_those_of_others(rank):
+    table, ids = (
+        random_terms(4, 11 * 8, torch.float32).view(44, 8)[:42] + 1,
+        torch.tensor([0, 13, 14, 27, 28, 41, 13]),
+    )
+    own = slice(14 * rank, 14 * rank + 14)
+    expected = table[ids] * ((ids >= own.start) & (ids < own.stop))[:, None]
+
+    found = PeerGroup.look_up_own(TensorParallel(rank, 3), ids, table[own])
+
+    assert torch.equal(found, expected)
+
+
 @in_interpreter
 @pytest.mark.nightly
 class TestProcesses:
@@ -214,7 +215,7 @@ class TestProcesses:
         for code, found in run_ranks(size, tmp_path, "sums"):
             assert code == 0 and found["is_on"] and found["right"] == 40
             assert 20 < len(found["by_peers"]) < 40 and max(found["by_peers"]) == 4096
-            assert found["others"] == {"right": [True] * 4}
+            assert found["others"] == {"right": [True] * 4, "ids": True}
 
     def test_all_go_the_other_way_if_one_cannot_share_memory(self, tmp_path):
         for code, found in run_ranks(2, tmp_path, "refused"):
