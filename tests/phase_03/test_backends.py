@@ -12,6 +12,7 @@ from per_token import (
     shrunk,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -88,15 +89,51 @@ def test_base_rows_are_untouched(backend, ids):
     assert same == wanted, f"adapters of the rows: {ids}; rows that are the base layer's: {same}"
 
 
+class UntouchedSlots:
+    """Slots of a linear in a step that has no use for them."""
+
+    def __getattr__(self, name):
+        pytest.fail(
+            f"no row has an adapter, and `slots.{name}` was looked at: the base output is all there is"
+        )
+
+
 @pytest.mark.lab("3.6")
 def test_a_batch_without_adapters_pays_for_nothing_but_the_base_layer():
     mixed = small_layer(make_backend("grouped"))
     x = mixed.inputs(3)
     mixed.step([0, 0, 0])
 
-    y = mixed.punica.linear(x, mixed.base, None)  # whoever looks at the slots fails
+    y = mixed.punica.linear(x, mixed.base, UntouchedSlots())
 
     assert_rows_equal(y, mixed.base_output(x), what="base rows")
+
+
+@pytest.mark.lab("3.6")
+def test_each_run_is_multiplied_by_its_own_adapter_alone():
+    """Counted by PyTorch, which leaves out products in place.
+
+    12 columns in, 9 and 4 out; adapter 11 has ranks 8 and 3, adapter 12 has 2 and 5.
+    """
+    mixed = small_layer(make_backend("grouped"))
+    ids = [0, 12, 12, 11, 11, 11]
+    x = mixed.inputs(len(ids))
+    mixed.step(ids)
+    of_base, of_all = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with of_base:
+        mixed.base.forward(x)
+
+    with of_all:
+        mixed.run(x)
+
+    a_row = {
+        a: sum(r * (12 + n) for r, n in zip(ranks, (9, 4))) for a, ranks in {11: (8, 3), 12: (2, 5)}.items()
+    }
+    least = 2 * (2 * a_row[12] + 3 * a_row[11])  # a product is a multiplication and an addition
+    made = of_all.get_total_flops() - of_base.get_total_flops()
+    assert made <= least, (
+        f"the products of 2 rows of adapter 12 and 3 of adapter 11 take {least} operations, not {made}"
+    )
 
 
 @pytest.mark.lab("3.6")

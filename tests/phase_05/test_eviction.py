@@ -2,6 +2,9 @@
 
 import pytest
 
+from minivllm.config import LoRAConfig
+from minivllm.lora.lru_cache import LRUCache
+from minivllm.lora.tiers import AdapterTiers
 from tests.worlds.managers import (
     adapter_of,
     assert_memory,
@@ -76,6 +79,30 @@ def test_each_tier_has_an_order_of_its_own():
 
     assert_slots(manager, [1], "only 3 was in a slot, so 3 makes room for 1")
     assert_memory(manager, [1, 2, 3], "a slot was needed, no place in memory")
+
+
+class ForgetsTheNewest(LRUCache):
+    """A cache with another order than use: what came last goes first."""
+
+    def remove_oldest(self, spare=()):
+        victim = next(key for key in reversed(self) if key not in spare)
+        return victim, self.pop(victim)
+
+
+def test_each_tiers_cache_says_who_goes():
+    """The tiers are given their caches (`make_cache`): another policy is another cache, and no other tiers."""
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, max_cpu_loras=3)
+    tiers = AdapterTiers(config, make_cache=lambda capacity, get_adapter: ForgetsTheNewest(capacity))
+    for slot, adapter_id in enumerate((1, 2)):
+        tiers.memory.put(adapter_id, make_adapter(adapter_id))
+        tiers.slots.put(adapter_id, slot)
+
+    slot = tiers.find_slot()
+    tiers.memory.put(3, make_adapter(3))
+    tiers.make_room_in_memory()
+
+    assert (slot, dict(tiers.slots)) == (1, {1: 0}), "2 came last, so its cache gives its slot away"
+    assert list(tiers.memory) == [1, 2], "3 came last, so its cache drops it"
 
 
 def test_looking_at_an_adapter_is_no_use():

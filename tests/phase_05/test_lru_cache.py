@@ -30,6 +30,18 @@ def test_use_not_insertion_decides_who_is_oldest():
     assert cache.remove_oldest() == (2, "value 2"), "remove_oldest returns key and value of the oldest, 2"
 
 
+def test_a_use_is_a_change_although_nobody_comes_or_goes():
+    """Who has looked at the order before asks `version` whether it still holds."""
+    cache = cache_with(1, 2, capacity=2)
+    version = cache.version
+
+    cache.touch(1)
+
+    assert cache.version is not version, (
+        "the order was 1, 2 and is 2, 1 now, and `version` is the one of before"
+    )
+
+
 def test_a_full_cache_forgets_the_oldest_for_a_new_key():
     cache = cache_with(1, 2, capacity=2)
 
@@ -81,7 +93,10 @@ def test_who_must_stay_is_named_where_nobody_may_go():
     cache = cache_with(71, 82, capacity=2)
 
     with pytest.raises(RuntimeError) as refused:
-        cache.remove_oldest(spare={82, 71})
+        try:
+            cache.remove_oldest(spare={82, 71})
+        except StopIteration:
+            pytest.fail("nobody may go: a RuntimeError was expected, and StopIteration was raised")
 
     said = str(refused.value)
     unnamed = [key for key in (71, 82) if str(key) not in said]
@@ -90,10 +105,14 @@ def test_who_must_stay_is_named_where_nobody_may_go():
 
 def test_a_put_without_room_changes_nothing():
     cache = cache_with(1, 2, capacity=2)
+    version = cache.version
 
     with refusal(RuntimeError, "1 and 2 are spared, so there is no room for 3"):
         cache.put(3, "value 3", spare=[1, 2])
 
+    assert cache.version is version, (
+        "3 was in the cache for a moment: `version` says that something has changed"
+    )
     assert_order(cache, [1, 2], "1 and 2 are spared: 3 cannot be put, and nothing changes")
 
 

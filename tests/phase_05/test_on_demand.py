@@ -205,6 +205,9 @@ def test_preparing_tells_who_failed_and_loads_the_others(folders):
     assert "adapter-2" in str(failures[2])
     assert_memory(worker.manager, [1, 4], "2 is damaged, 3 gone, 1 and 4 are well")
     assert_slots(worker.manager, [None] * 4, "preparing brings adapters into memory, not into slots")
+    assert worker.manager.in_use == {1, 2, 3, 4}, (
+        "the step's adapters are in use, those that failed among them"
+    )
 
 
 class PanicException(BaseException):

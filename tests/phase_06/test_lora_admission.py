@@ -139,6 +139,20 @@ def test_the_count_starts_afresh_at_every_step():
     assert admission.fits(4), "no request of adapter 3 runs any more, and still it has the only slot"
 
 
+def test_a_step_that_begins_moves_no_clock():
+    """How long an adapter has had its slot counts over many steps: who forgets it never ends a turn."""
+    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
+    admission.begin_step(running=[3], pinned=[])
+    for _ in range(2):
+        admission.end_step(ran=[3], sampled={3})
+
+    admission.begin_step(running=[3], pinned=[])
+
+    assert admission.held == {3: 2}, (
+        "adapter 3 has had its slot for two steps, and none has been computed since"
+    )
+
+
 def test_a_request_that_must_wait_for_others_to_end_is_not_refused():
     admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
 

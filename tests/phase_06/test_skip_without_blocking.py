@@ -144,6 +144,9 @@ def test_who_lacks_blocks_was_asked_and_ended_the_step():
     output = world.step()
 
     assert (output.asked, output.skipped) == ([big.arrival_order], [])
+    assert output.passed_over == {}, (
+        "what it lacks is blocks, and `halted_by` says so: its adapter is no reason"
+    )
 
 
 def test_max_num_seqs_counts_requests_of_every_adapter():

@@ -96,6 +96,45 @@ def test_running_requests_beyond_the_budget_wait_for_the_next_step():
     assert len(output.running) == 2
 
 
+def test_beside_one_who_answers_a_prompt_gets_what_the_smaller_budget_leaves():
+    """How much a step may compute depends on who is in it already, so it is asked anew for each request."""
+    world = World(max_num_batched_tokens=32, max_num_seqs=2, most_tokens_beside_decodes=8)
+    answering = world.add(prompt=[1], max_tokens=9)
+    world.step()
+    long = world.add(prompt=range(40))
+
+    outputs = [world.step() for _ in range(3)]
+
+    assert [tokens(output) for output in outputs] == [{answering.request_id: 1, long.request_id: 7}] * 3
+
+
+def test_a_chunk_takes_blocks_for_its_own_tokens_only():
+    """Blocks for the rest of the prompt would be taken from others steps before anybody fills them."""
+    world = World(max_num_batched_tokens=8, block_size=4, enable_prefix_caching=False)
+    request = world.add(prompt=range(30))
+
+    held = []
+    for _ in range(3):
+        world.step()
+        held.append(len(request.block_ids))
+
+    assert held == [2, 4, 6], "blocks of 4 for 8, 16 and 24 tokens"
+
+
+def test_the_last_to_be_admitted_gives_way_though_it_came_before_others():
+    """Admitted last is not arrived last: who was held back runs the shortest, so it has least to compute again."""
+    world = World(max_loras=1, num_blocks=7, block_size=4, enable_prefix_caching=False)
+    world.held[1, 0] = "being read"
+    first, held_back, third = (world.add(a, prompt=range(7), max_tokens=9) for a in (0, 1, 0))
+    assert world.step().running == [first, third]
+    world.held.clear()
+
+    outputs = [world.step() for _ in range(2)]
+
+    assert outputs[0].running == [first, third, held_back]
+    assert outputs[1].preempted == [held_back.request_id]
+
+
 def test_who_lacks_a_block_takes_it_from_the_last_admitted():
     world = World(num_blocks=5, block_size=4)
     first, last = world.add_all(0, 0, prompt=range(7), max_tokens=9)

@@ -43,6 +43,21 @@ def test_a_request_whose_adapter_must_be_copied_joins_one_step_later():
     assert newcomer.request_id in ids(outputs[1].running)
 
 
+def test_who_waits_for_a_copy_does_not_wait_for_a_slot():
+    """It has one already: nobody is to lose a slot for it, and it has no place before those who have none."""
+    world = CopyingWorld()
+    world.add(0)
+    world.step()
+    newcomer = world.add(1)
+
+    output = world.schedule()
+
+    assert output.passed_over == {1: ADAPTER_COPY}
+    assert not world.scheduler.waiting.is_passed_over(1), "its wait for a slot has begun, and it has a slot"
+    world.finish_step(output)
+    assert world.waited(newcomer) == 0
+
+
 def test_nobody_is_held_back_while_nothing_runs():
     world = CopyingWorld()
     request = world.add(1)

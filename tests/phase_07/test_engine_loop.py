@@ -5,6 +5,7 @@ import math
 import pytest
 
 from minivllm import LoRARequest, SamplingParams
+from minivllm.core.request import RequestStatus
 from tests.worlds.small import SmallWorld, write_adapter
 
 pytestmark = pytest.mark.lab("7.4")
@@ -60,6 +61,54 @@ def test_a_step_without_requests_does_nothing(world, monkeypatch):
     assert launched == []
     assert engine.get_metrics()["steps"] == 0
     assert len(engine.trace) == 0
+
+
+def test_a_step_is_launched_as_its_class_says(world, monkeypatch):
+    """`_launch` notes whose pass it is, so that an error ends the requests of the pass."""
+    engine, launched = world.engine(), []
+    launch = engine.core._launch
+    monkeypatch.setattr(engine.core, "_launch", lambda step: launched.append(step) or launch(step))
+    monkeypatch.setattr(engine.core, "_end_pass", lambda: None)
+    engine.add_request("a", [5, 6], greedy(1))
+
+    engine.core._step([])
+
+    assert len(launched) == 1, f"`_launch` was called {len(launched)} times for a step that computes 2 tokens"
+
+
+def test_listeners_hear_of_a_step_while_it_runs(world, monkeypatch):
+    engine = world.engine()
+    log = []
+    for name in ("launch_model", "sample_tokens"):
+        function = getattr(engine.runner, name)
+        monkeypatch.setattr(
+            engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
+        )
+    for name in ("first", "second"):
+        engine.listeners.append(
+            lambda scheduled, name=name: log.append(f"{name} of {len(scheduled.scheduled)}")
+        )
+    engine.add_request("a", [5, 6], greedy(1))
+
+    engine.step()
+
+    told = ["launch_model", "first of 1", "second of 1", "sample_tokens"]
+    assert log == told, "a GPU's computing hides what listeners do; with the tokens it is over"
+
+
+def test_reloads_are_settled_before_the_scheduler_decides(world, monkeypatch):
+    engine, log = world.engine(), []
+    for owner, name in ((engine.core, "_settle_adapters"), (engine.scheduler, "schedule")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, function=function, name=name: log.append(name) or function(*args)
+        )
+    engine.add_request("a", [5, 6], greedy(1))
+
+    engine.core._step([])
+
+    told = "the scheduler is to see reloads and unloads whose time has come as done"
+    assert log == ["_settle_adapters", "schedule"], told
 
 
 def test_every_request_that_samples_is_heard_of_once_a_step(world):
@@ -155,6 +204,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_and_drops_the_step(wor
         assert output.outputs[0].finish_reason == "error"
         assert "adapter 'bad'" in output.error and "NaN" in output.error
     assert ids(second) == ["good"], "the others go on with the next step"
+    assert second[0].metrics.first_scheduled_time is not None, "it was admitted by the step that was dropped"
 
 
 def watch_launches(engine, monkeypatch):
@@ -242,35 +292,51 @@ def test_adapters_for_the_next_step_are_copied_while_this_one_runs(world, monkey
             engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
         )
     monkeypatch.setattr(engine.runner, "prefetch_lora", lambda adapter_id: log.append(f"copy {adapter_id}"))
-    engine.scheduler.can_prefetch = lambda adapter_id: adapter_id == 2
+    engine.scheduler.can_prefetch = lambda adapter_id: adapter_id in (1, 2)
     engine.add_request("runs", [5, 6], greedy(3))
     engine.step()
-    engine.add_request("next", [5, 6], greedy(2), lora_request=world.request(2))
+    for name in (2, 1):
+        engine.add_request(f"next {name}", [5, 6], greedy(2), lora_request=world.request(name))
 
     log.clear()
     engine.step()
 
-    assert log == ["launch_model", "copy 2", "sample_tokens"], "a GPU's computing hides the copy"
+    told = ["launch_model", "copy 2", "copy 1", "sample_tokens"]
+    assert log == told, "a GPU's computing hides the copies of all adapters in `prefetch`"
 
 
-def test_listeners_hear_of_a_step_while_it_runs(world, monkeypatch):
+def test_who_leaves_while_the_step_runs_gets_no_output(world):
+    """It has a token, and nobody is there to have it: the scheduler names those that are."""
     engine = world.engine()
-    log = []
-    for name in ("launch_model", "sample_tokens"):
-        function = getattr(engine.runner, name)
-        monkeypatch.setattr(
-            engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
-        )
+    for name in ("leaves", "stays"):
+        engine.add_request(name, [5, 6], greedy(2))
+    ended = RequestStatus.FINISHED_ABORTED
+    engine.listeners.append(lambda scheduled: engine.scheduler.finish_requests("leaves", ended))
+
+    outputs = step(engine)
+
+    assert ids(outputs) == ["stays"]
+
+
+def test_an_output_that_was_made_is_kept_though_the_next_one_fails(world, monkeypatch):
+    """The engine is of no use then, and who has an answer already is told it."""
+    engine = world.engine()
     for name in ("first", "second"):
-        engine.listeners.append(
-            lambda scheduled, name=name: log.append(f"{name} of {len(scheduled.scheduled)}")
-        )
-    engine.add_request("a", [5, 6], greedy(1))
+        engine.add_request(name, [5, 6], greedy(2))
+    process = engine.core.output_processor.process
 
-    engine.step()
+    def processed(request, logprobs=None):
+        if request.request_id == "second":
+            raise MemoryError
+        return process(request, logprobs)
 
-    told = ["launch_model", "first of 1", "second of 1", "sample_tokens"]
-    assert log == told, "a GPU's computing hides what listeners do; with the tokens it is over"
+    monkeypatch.setattr(engine.core.output_processor, "process", processed)
+    outputs = []
+
+    with pytest.raises(MemoryError):
+        engine.core._step(outputs)
+
+    assert ids(outputs) == ["first"], "what is new of a request goes into `outputs` at once"
 
 
 def test_a_step_is_counted_with_its_time_and_that_of_the_pass(world):

@@ -183,6 +183,18 @@ def test_a_running_request_without_tokens_is_a_row_although_its_adapter_has_anot
 
 
 @lab
+def test_rows_of_one_adapter_without_tokens_keep_their_place_behind_those_with_some():
+    """The scheduler gives tokens in the order of `running`, so those that the budget did not reach are its last."""
+    names = ["b0", "a0", "b1", "a1"]
+    requests = [make_request(name, [1, 2], lora({"a": 3, "b": 5}[name[0]])) for name in names]
+
+    batch = InputBatch.from_scheduler_output(make_output(*((r, 2) for r in requests[:2]), idle=requests[2:]))
+
+    assert batch.req_ids == ["a0", "a1", "b0", "b1"], "of adapters 3 and 5, each in the scheduler's order"
+    assert batch.num_scheduled_tokens.tolist() == [2, 0, 2, 0]
+
+
+@lab
 def test_a_row_samples_only_if_its_tokens_reach_the_end():
     part, whole = make_request("part", [1, 2, 3, 4]), make_request("whole", [1, 2, 3, 4])
 

@@ -136,6 +136,24 @@ def test_every_row_brings_the_tokens_that_are_not_computed(mixed):
     assert_rows_equal(model.input_ids, [1, 2, 3, 12, 13, 14, 24], labels=OWNERS, what="input_ids")
 
 
+def test_who_comes_back_brings_prompt_and_answer_in_one_chunk():
+    """A request that was preempted computes its answer again, too."""
+    back = request("back", 1, [10, 11, 12], computed=1, answer=[13, 14, 15])
+
+    model = what_the_model_got(make_output((back, 4)))
+
+    assert model.input_ids.tolist() == [11, 12, 13, 14], "2 tokens of the prompt and 2 of the answer"
+    assert model.positions.tolist() == [1, 2, 3, 4]
+
+
+def test_the_pass_advances_no_request(mixed):
+    """The scheduler counts tokens as computed once the step is through; a step that fails counts for nothing."""
+    Runner().launch_model(mixed)
+
+    computed = {entry.request.request_id: entry.request.num_computed_tokens for entry in mixed.scheduled}
+    assert computed == {"decode": 4, "chunk": 2, "prompt": 0}, "`num_computed_tokens` as before the pass"
+
+
 def test_positions_go_on_where_the_request_stopped(mixed):
     model = what_the_model_got(mixed)
 

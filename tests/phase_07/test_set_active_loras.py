@@ -70,6 +70,20 @@ def test_without_word_on_sampling_every_row_samples_once(runner):
 
 
 @lab
+def test_the_counts_are_those_of_the_call_and_stay_as_they_are(runner):
+    """A captured graph has counts of its own for a batch: how many tokens the batch says is not asked."""
+    batch = batch_of([(make_request("a", [1, 2], lora(3)), 1), (make_request("b", [1, 2]), 2)])
+    counts = np.array([0, 4])
+
+    runner.set_active_loras(batch, counts)
+
+    _, mapping = runner.lora_manager.only_call()
+    assert mapping.index_mapping == (3, 3, 3, 3), "0 tokens of base and 4 of adapter 3"
+    assert mapping.prompt_mapping == (0, 3), "every row samples one, also one without tokens"
+    assert counts.tolist() == [0, 4], "the caller's array was written to"
+
+
+@lab
 def test_a_step_in_which_nobody_samples_says_so(runner):
     batch = batch_of([(make_request("a", [1, 2, 3], lora(3)), 2), (make_request("b", [1, 2, 3]), 1)])
 
@@ -104,13 +118,32 @@ def test_a_batch_without_adapters_tells_the_manager_so(runner):
     assert mapping.index_mapping == (0, 0)
 
 
+def assert_says_how_to_switch_it_on(runner, batch):
+    __tracebackhide__ = True
+    with pytest.raises(RuntimeError, match="enable_lora=True"):
+        try:
+            runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
+        except AttributeError as error:
+            pytest.fail(
+                f"LoRA is off, so there is no worker manager, and `_manager` says so; instead: {error}"
+            )
+        pytest.fail("LoRA is off: a RuntimeError was expected, and nothing was raised")
+
+
 @lab
 def test_an_engine_without_lora_says_how_to_switch_it_on(tmp_path):
     runner = SmallWorld(tmp_path).engine(enable_lora=False).runner
     batch = batch_of([(make_request("a", [1, 2], lora(1)), 2)])
 
-    with pytest.raises(RuntimeError, match="enable_lora=True"):
-        runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
+    assert_says_how_to_switch_it_on(runner, batch)
+
+
+@lab
+def test_an_engine_without_lora_says_so_for_base_rows_as_well(tmp_path):
+    runner = SmallWorld(tmp_path).engine(enable_lora=False).runner
+    batch = batch_of([(make_request("a", [1, 2]), 2)])
+
+    assert_says_how_to_switch_it_on(runner, batch)
 
 
 class TestWithAModel:
