@@ -14,6 +14,7 @@ import textwrap
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +107,7 @@ class Exercise:
     @property
     def fresh(self) -> str:
         """The text that a learner begins with."""
-        return starter(self.text, self.module, self.recipes)
+        return _starter_once(self.text, self.module, json.dumps(self.recipes))
 
     def code(self, text: str | None = None) -> str:
         """The regions' text, moved to the left; of another version of the module if one is given."""
@@ -198,6 +199,12 @@ def starter(text: str, where: str, recipes: Mapping[str, Mapping[str, str]] | No
     result = "\n".join(lines)
     ast.parse(result, where)
     return result
+
+
+@cache
+def _starter_once(text: str, where: str, recipes: str) -> str:
+    """As `starter`; most modules have several exercises, each of which asks.   recipes: as JSON"""
+    return starter(text, where, json.loads(recipes))
 
 
 def left_out(

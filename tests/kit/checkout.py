@@ -1,4 +1,4 @@
-"""A copy of the checkout to try things on, with fresh starters and no pass remembered."""
+"""A copy of the checkout to try things on, with fresh starters and no pass remembered; what tests say of answers."""
 
 import json
 import multiprocessing
@@ -8,9 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from labs.kit import overlay
+from labs.kit import forks, in_place, overlay
+from labs.kit.forks import Job, Outcome
 from labs.kit.regions import ROOT, Exercise, edit, read_engine, splice
 from labs.kit.sync import sync
 from labs.kit.variants import with_variant
@@ -20,7 +24,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         # Of distributed tensors `assert_close` imports all there is.
-        *("torch", "safetensors.torch", "torch.distributed.tensor", "typer.rich_utils"),
+        *("torch", "safetensors.torch", "torch.distributed.tensor", "typer.rich_utils", "pydantic"),
         *("pytest", "hypothesis", "schemathesis.pytest.plugin", "xdist.plugin"),
     ]
 )
@@ -40,14 +44,27 @@ class Checkout:
                 shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("*-pytest-*.pyc"))
             elif source.exists():
                 shutil.copy(source, root / name)
-        self.forget()
+        self.generate()
+
+    def generate(self) -> None:
+        """Make starters anew, where what they are made of was changed."""
+        for path in self._written():
+            path.unlink()
+        sync(self.root)
+        self.fresh = {path: path.read_text() for path in self._written()}
+
+    def _written(self) -> list[Path]:
+        """What `lab sync` writes for learners."""
+        return [*self.root.glob("labs/[01]*/*.py"), *self.root.glob("labs/*starters.json")]
 
     def forget(self) -> None:
         """Fresh starters, no progress, only the real mutants and hints."""
-        for path in self.root.glob("labs/[01]*/*.py"):
+        for path in {*self._written()} - self.fresh.keys():
             path.unlink()
+        for path, text in self.fresh.items():
+            if not path.is_file() or path.read_text() != text:
+                path.write_text(text)
         shutil.rmtree(self.root / ".lab", ignore_errors=True)
-        sync(self.root)
 
     def run(self, *command: str, labs: str | None = None) -> subprocess.CompletedProcess:
         """A Python command on the copy; `labs` is what of it is the learner's code."""
@@ -148,7 +165,35 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     os.environ.clear()
     os.environ.update(here)
     sys.argv = command
-    if command[0] == "-c":
-        exec(command[1], {"__name__": "__main__"})
-    else:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    try:
+        if command[0] == "-c":
+            exec(command[1], {"__name__": "__main__"})
+        else:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+
+
+def judged(
+    jobs: Iterable[Job], settings: Mapping[str, float] | None = None, changes: bool = False, **options: Any
+) -> Iterator[tuple[Job, Outcome]]:
+    """What `forks.run` says of them in a process without the engine, once it has run all, in the order of their ends.
+
+    settings   of `labs.kit.forks`, in the place of its own
+    changes    `run_changes` says it, in the place of `forks.run`
+    """
+    receiver, sender = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=_judge, args=(sender, list(jobs), settings or {}, changes, options))
+    process.start()
+    sender.close()
+    yield from receiver.recv()
+    process.join()
+
+
+def _judge(
+    sender: Connection, jobs: list[Job], settings: Mapping[str, float], changes: bool, options: dict
+) -> None:
+    for name, value in settings.items():
+        setattr(forks, name, value)
+    sender.send(list((in_place.run_changes if changes else forks.run)(jobs, **options)))

@@ -1,12 +1,9 @@
 """The processes that run exercises' tests: one that hangs is named, and holds up nobody else."""
 
-import json
-import subprocess
-import sys
-
 import pytest
+from checkout import judged
 
-from tests.worlds.waiting import PATIENCE
+from labs.kit.forks import Job
 
 # Only once the other test is through, however busy the machine is.
 QUICK_IS_THROUGH = "    while not os.path.exists(os.path.dirname(__file__) + '/through'): pass\n"
@@ -16,27 +13,19 @@ HANGS = {
 }
 QUICK = "    open(os.path.dirname(__file__) + '/through', 'w').close()\n"
 LEAVES_A_PROCESS = "    if not os.fork():\n        time.sleep(60)\n    os.abort()\n"
-RUN = """
-import json, sys
-from pathlib import Path
-from labs.kit.forks import Job, run
-
-said = []
-jobs = [Job(name, "3.2", {}, files=(Path(name),)) for name in sys.argv[2:]]
-for job, outcome in run(
-    jobs, lambda job, result: said.append(result.test), limit=float(sys.argv[1]), at_a_time=2
-):
-    results = [[r.test.partition("::")[2], r.outcome, r.message, r.asked] for r in outcome.results]
-    print(json.dumps([job.key, results, outcome.trouble]), flush=True)
-"""
 
 
 def run(limit, *files):
     """(file, results, trouble) of every job, in the order in which they ended."""
-    command = [sys.executable, "-c", RUN, str(limit), *map(str, files)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE)
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    jobs = [Job(str(file), "3.2", {}, files=(file,)) for file in files]
+    return [
+        (
+            job.key,
+            [(r.test.partition("::")[2], r.outcome, r.message, r.asked) for r in outcome.results],
+            outcome.trouble,
+        )
+        for job, outcome in judged(jobs, limit=limit, at_a_time=2)
+    ]
 
 
 def write(path, body):
@@ -53,13 +42,13 @@ def test_a_test_without_an_end_is_told_with_its_line_and_others_are_not_held_up(
     hanging = write(tmp_path / "test_hanging.py", body)
     quick = write(tmp_path / "test_quick.py", QUICK)
 
-    first, second = run(3, hanging, quick)
+    first, second = run(2, hanging, quick)
 
     line = hanging.read_text().split("\n").index(next(s for s in body.split("\n") if "here" in s)) + 1
-    assert first == [str(quick), [["test_first", "passed", "", ""], ["test_it", "passed", "", ""]], None]
+    assert first == (str(quick), [(name, "passed", "", "") for name in ("test_first", "test_it")], None)
     path, [passed, [name, outcome, message, asked]], trouble = second
     assert (path, passed[1], trouble) == (str(hanging), "passed", None)
-    assert (name, outcome, message) == ("test_it", "failed", f"no end after 3 s of {what}")
+    assert (name, outcome, message) == ("test_it", "failed", f"no end after 2 s of {what}")
     assert asked.endswith(f"test_hanging.py:{line}")
 
 

@@ -1,19 +1,18 @@
 """Checks that every exercise has: wrong answers that they refuse, and right ones that they do not."""
 
 import ast
-import json
-import subprocess
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import pytest
 import torch
+from checkout import judged
 
-from labs.kit.forks import GENERIC
+from labs.kit.forks import GENERIC, Job
 from labs.kit.generic.snapshots import TooLarge, changes, snapshot
 from labs.kit.generic.table import read
-from labs.kit.regions import ROOT, edit, functions_in, read_engine
+from labs.kit.overlay import Source
+from labs.kit.regions import edit, functions_in, read_engine
 
 SHARED, FAULTS, MEMORY = (
     "test_arguments_stay_as_they_were_and_nobody_else_holds_them",
@@ -183,62 +182,39 @@ RIGHT = {
     ),
 }
 PRINTS = "    return runs\n", "    print('here')\n    return runs\n"
-RUN = """
-import json, sys
-from labs.kit.forks import Job, run
-from labs.kit.overlay import Source
-
-jobs = [Job(name, name.split()[0], {module: Source(f"{name}.py", text)})
-        for name, (module, text) in json.load(sys.stdin).items()]
-for job, outcome in run(jobs):
-    failed = {r.test: [r.message, r.place, r.asked] for r in outcome.of("failed", "todo")}
-    printed = {r.test: r.printed for r in outcome.results}
-    print(json.dumps([job.key, [failed, outcome.trouble, printed]]), flush=True)
-"""
-
-
-def edited(name, texts):
-    """The module of an exercise and its text, in which each second text stands in the place of the one before it."""
-    exercise = read_engine()[name.split()[0]]
-    return exercise.module, edit(exercise, list(zip(texts[::2], texts[1::2])))
 
 
 @pytest.fixture(scope="module")
-def judged():
-    """Answer -> tests that failed, with message and places; what kept the tests from their end; what was printed."""
+def said():
+    """Answer -> its outcome."""
     answers = {name: texts for name, (texts, _, _) in WRONG.items()} | RIGHT | {"3.4 prints": PRINTS}
-    texts = {name: edited(name, texts) for name, texts in answers.items()}
-    process = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT
-    )
-    assert process.returncode == 0, process.stderr
-    return dict(map(json.loads, process.stdout.splitlines()))
+    jobs = []
+    for name, texts in answers.items():
+        exercise = read_engine()[name.split()[0]]
+        source = Source(f"{name}.py", edit(exercise, list(zip(texts[::2], texts[1::2]))))
+        jobs.append(Job(name, exercise.number, {exercise.module: source}))
+    return {job.key: outcome for job, outcome in judged(jobs)}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_seen_by_a_check_that_knows_nothing_of_the_exercise(judged, name):
-    _, check, said = WRONG[name]
-    failed, trouble, _ = judged[name]
+def test_a_wrong_answer_is_seen_by_a_check_that_knows_nothing_of_the_exercise(said, name):
+    _, check, message = WRONG[name]
 
-    assert trouble is None
-    assert f"{GENERIC}::{check}" in failed, failed
-    message, place, asked = failed[f"{GENERIC}::{check}"]
-    assert message.startswith(said)
-    assert place.startswith(f"{name}.py:")
-    assert asked.startswith("tests/phase_")
+    assert said[name].trouble is None
+    [found] = [result for result in said[name].of("failed") if result.test == f"{GENERIC}::{check}"]
+    assert found.message.startswith(message)
+    assert found.place.startswith(f"{name}.py:")
+    assert found.asked.startswith("tests/phase_")
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_answer_is_not(judged, name):
-    failed, trouble, _ = judged[name]
-
-    assert trouble is None
-    assert not [message for test, (message, _, _) in failed.items() if test.startswith(GENERIC)]
+def test_a_right_answer_is_not(said, name):
+    assert said[name].trouble is None
+    assert not [r.message for r in said[name].of("failed", "todo") if r.test.startswith(GENERIC)]
 
 
-def test_what_code_prints_is_shown_once_however_often_it_is_called_by_checks(judged):
-    _, _, printed = judged["3.4 prints"]
-    calls_once = [text for test, text in printed.items() if "::test_runs_are_neighbours" in test]
+def test_what_code_prints_is_shown_once_however_often_it_is_called_by_checks(said):
+    calls_once = [r.printed for r in said["3.4 prints"].results if "::test_runs_are_neighbours" in r.test]
 
     assert set(calls_once) == {"here\n"}
 

@@ -1,16 +1,15 @@
 """Changes that are put into functions of modules that are there: what can be, and that no verdict is another."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 
 import pytest
+from checkout import judged
 
 from labs.kit import in_place
+from labs.kit.forks import Job
 from labs.kit.in_place import functions_of, put_of
 from labs.kit.overlay import Source
-from labs.kit.regions import ROOT
+from labs.kit.regions import edit, read_engine
 
 MODULE = """
 import functools
@@ -96,19 +95,6 @@ def test_what_is_more_than_bodies_or_nothing_is_left_to_an_import(put, old, new)
     assert put(old, new) is None
 
 
-RUN = """
-import json, sys
-from labs.kit.forks import Job
-from labs.kit.in_place import run_changes
-from labs.kit.overlay import Source
-from labs.kit.regions import edit, read_engine
-
-exercises = read_engine()
-jobs = [Job(key, number, {exercises[number].module: Source(key, edit(exercises[number], [(old, new)]))}, True)
-        for key, number, old, new in json.load(sys.stdin)]
-failed = {job.key: [r.test for r in outcome.of("failed")] for job, outcome in run_changes(jobs)}
-print(json.dumps(failed))
-"""
 CHANGES = [
     ["seen in place", "3.1", "slot_of_id[0] = -1", "slot_of_id[0] = -2"],
     [
@@ -122,12 +108,14 @@ CHANGES = [
 
 
 def test_what_is_not_seen_in_place_is_run_again_with_the_checks_that_watch_calls():
-    process = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(CHANGES), capture_output=True, text=True, cwd=ROOT
-    )
+    exercises = read_engine()
+    jobs = [
+        Job(key, number, {exercises[number].module: Source(key, edit(exercises[number], [(old, new)]))}, True)
+        for key, number, old, new in CHANGES
+    ]
 
-    assert process.returncode == 0, process.stderr
-    failed = json.loads(process.stdout)
+    failed = {job.key: [r.test for r in outcome.of("failed")] for job, outcome in judged(jobs, changes=True)}
+
     assert failed["seen in place"][0].startswith("tests/phase_03/")
     assert failed["seen by calls that are watched"]
     assert failed["seen by nobody"] == []

@@ -50,6 +50,7 @@ def shared(tmp_path_factory):
     mutants.parent.mkdir(exist_ok=True)
     mutants.write_text(MUTANTS)
     (checkout.root / "labs/03_cpu_punica/hints.toml").write_text(HINTS)
+    checkout.generate()
     return checkout
 
 
@@ -159,7 +160,7 @@ def test_two_mistakes_at_once_are_both_recognised(checkout):
 @pytest.mark.nightly
 def test_grades_are_told_in_the_order_of_the_exercises(checkout):
     checkout.solve("3.1", "3.4")
-    checkout.answer("3.3", ("kept + expanded", "expanded"))
+    checkout.answer("3.3", ("kept + expanded", "undefined"))  # which is compared with no known mistake
 
     said = checkout.lab("check", "3").stdout
 
@@ -275,9 +276,8 @@ def test_what_the_code_prints_is_shown_whether_it_passes_or_fails(checkout):
     checkout.answer("3.4", ("    runs: list", "    print('rows', len(token_slots))\n    runs: list"))
     passing = checkout.lab("check", "3.4").stdout
     checkout.forget()
-    checkout.answer(
-        "3.4", ("    runs: list", "    print('rows', len(token_slots))\n    token_slots = []\n    runs: list")
-    )
+    fails = "    print('rows', len(token_slots))\n    token_slots = token_slots and undefined\n    runs: list"
+    checkout.answer("3.4", ("    runs: list", fails))
 
     failing = checkout.lab("check", "3.4").stdout
 
@@ -314,7 +314,7 @@ def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
         "from labs.kit import forks\nfrom labs.kit.commands.check import say_wait\n"
         "from labs.kit.overlay import learners_sources\nforks.LONG = 0.5\n"
         "job = forks.Job(None, '3.2', learners_sources('3.2'))\n"
-        "list(forks.run([job], limit=3, on_wait=say_wait))"
+        "list(forks.run([job], limit=2, on_wait=say_wait))"
     )
     checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
 
@@ -388,24 +388,12 @@ def test_a_trace_is_shown_when_it_is_asked_for(checkout):
     assert ">               shrunk = undefined" in long
 
 
-def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
+def test_a_crash_is_an_answer_too(checkout):
     checkout.answer("3.2", ("shrunk = ", "import os; os.abort(); shrunk = "))
 
     result = checkout.lab("check", "3.2")
 
     assert re.search(r"the tests' process ended before they did, in test_\w+", result.stdout)
-
-    checkout.forget()
-    checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
-    # A fork that plays the call for the generic checks computes for two seconds of them.
-    code = (
-        "from labs.kit.forks import Job, run\nfrom labs.kit.overlay import learners_sources\n"
-        "job = Job(None, '3.2', learners_sources('3.2'))\n"
-        "[[result]] = [outcome.results for _, outcome in run([job], limit=5)]\n"
-        "print(result.message, result.test.partition('::')[2][:5], result.place)"
-    )
-    place = checkout.place("3.2", "while True: pass")
-    assert checkout.execute(code).stdout == f"no end after 5 s of computing test_ {place}\n"
 
 
 def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):
@@ -505,17 +493,6 @@ def test_a_command_runs_on_what_was_begun(checkout):
     assert chosen.returncode == 3
 
 
-def test_a_command_that_comes_to_an_exercise_that_is_todo_says_which(checkout):
-    command = ["python", "-m", "minivllm.cli", "inspect", str(ROOT / "adapters" / "sql")]
-
-    ran = checkout.lab("run", "--labs", "1.2", "--", *command)
-
-    whose = "minivllm.lora.names is yours, labs/01_request_and_weights/names.py; still TODO: 1.2"
-    assert ran.stdout == f"yours: 1.2\n{whose}\n"
-    assert ran.stderr == "error: lab 1.2: module and side of an adapter tensor's name is still TODO\n"
-    assert ran.returncode == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -577,7 +554,10 @@ def test_the_doctor_says_what_is_there(checkout):
     assert " Triton's interpreter, bfloat16: triton" in result.stdout
 
 
-def test_watching_grades_what_was_saved(checkout):
+def test_watching_grades_what_was_begun_and_what_is_saved(checkout):
+    checkout.solve("3.4")
+    checkout.lab("check", "3.4")  # solved or not, it was begun
+
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "labs.kit.cli", "watch", "3"],
         cwd=checkout.root,
@@ -586,31 +566,13 @@ def test_watching_grades_what_was_saved(checkout):
     )
     try:
         assert process.stdout.readline().startswith("Watching labs/03_cpu_punica")
-        checkout.solve("3.2")
-        assert process.stdout.readline().startswith("✓ 3.2")
+        # After a grade comes what a pass leads on to.
+        marked = (line[:5] for line in process.stdout if line.startswith(("✓", "✗", "·")))
+        assert next(marked) == "✓ 3.4"
+        checkout.solve("3.1")
+        assert next(marked) == "✓ 3.1"
         checkout.answer("3.3", ("kept + expanded", "expanded"))
-        # Before it comes what a pass leads on to.
-        marked = next(line for line in process.stdout if line.startswith(("✓", "✗", "·")))
-        assert marked.startswith("✗ 3.3")
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.nightly
-def test_watching_begins_with_what_was_begun_solved_or_not(checkout):
-    checkout.solve("3.4")
-    checkout.lab("check", "3.4")
-
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "labs.kit.cli", "watch", "3"],
-        cwd=checkout.root,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        process.stdout.readline()
-        assert process.stdout.readline().startswith("✓ 3.4")
+        assert next(marked) == "✗ 3.3"
     finally:
         process.kill()
         process.wait()

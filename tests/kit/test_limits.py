@@ -1,13 +1,16 @@
 """A learner's code that gets out of its tests, or never out of them, has failed, and the message says where."""
 
-import json
 import subprocess
 import sys
 
 import pytest
+from checkout import judged
 
 from labs.kit import limits
+from labs.kit.forks import Job
+from labs.kit.forks import test_files as files_of
 from labs.kit.limits import Use, Watch, limit_of
+from labs.kit.overlay import Source
 from labs.kit.plugin import MEANING
 from labs.kit.regions import read_engine
 
@@ -30,24 +33,6 @@ STUBBORN = "while True:\n    try:\n        while True: pass  # here\n    except:
 # Each starts one and waits, so that they grow for ever and the machine has no more than one of them to run.
 CHAIN = "import ctypes, time\nwhile not ctypes.CDLL(None).fork(): pass\ntime.sleep(1000)"
 FIRST = "    runs: list[tuple[int, slice]] = []\n"
-RUN = """
-import json, sys
-from pathlib import Path
-from labs.kit import forks
-from labs.kit.forks import Job, run
-from labs.kit.overlay import Source
-
-arguments = json.loads(sys.argv[1])
-jobs = []
-for path in arguments["answers"]:
-    sources = {"minivllm.lora.mapping": Source(path, Path(path).read_text())}
-    files = tuple(map(Path, arguments["tests"]))
-    names = frozenset(["test_runs_are_neighbours_with_one_slot"] if not files else [])
-    jobs.append(Job(path, "3.4", sources, files=files or tuple(forks.test_files("3.4")), names=names))
-for job, outcome in run(jobs, **arguments["options"]):
-    results = [[r.test.partition("::")[2], r.outcome, r.message, r.place] for r in outcome.results]
-    print(json.dumps([job.key, results, outcome.trouble, outcome.passed]), flush=True)
-"""
 
 
 def answers(folder, bodies):
@@ -64,12 +49,20 @@ def answers(folder, bodies):
 
 def run(paths, tests=(), **options):
     """(results, trouble, passed) of every answer, in their order."""
-    arguments = {"answers": [*map(str, paths)], "tests": [*map(str, tests)], "options": options}
-    command = [sys.executable, "-c", RUN, json.dumps(arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    said = {key: rest for key, *rest in map(json.loads, result.stdout.splitlines())}
-    return [said[str(path)] for path in paths]
+    names = frozenset(() if tests else ["test_runs_are_neighbours_with_one_slot"])
+    jobs = []
+    for path in paths:
+        sources = {"minivllm.lora.mapping": Source(str(path), path.read_text())}
+        jobs.append(Job(path, "3.4", sources, files=(*tests,) or (*files_of("3.4"),), names=names))
+    said = {
+        job.key: (
+            [(r.test.partition("::")[2], r.outcome, r.message, r.place) for r in outcome.results],
+            outcome.trouble,
+            outcome.passed,
+        )
+        for job, outcome in judged(jobs, **options)
+    }
+    return [said[path] for path in paths]
 
 
 def test_what_leaves_a_test_has_failed_it_where_it_left(tmp_path):
@@ -98,7 +91,7 @@ def test_processes_that_start_processes_are_all_ended(tmp_path):
     [(results, trouble, passed)] = run(paths)
 
     assert (trouble, passed) == (None, False)
-    assert results[0][1:3] == ["failed", "it started more than 64 processes"]
+    assert results[0][1:3] == ("failed", "it started more than 64 processes")
 
 
 def test_a_test_that_is_skipped_has_failed_unless_our_code_skips_it(tmp_path):
@@ -117,10 +110,10 @@ def test_a_test_that_is_skipped_has_failed_unless_our_code_skips_it(tmp_path):
     [skipped, _, skipped_passed], [usual, _, usual_passed] = run([easy, honest], [tmp_path / "test_skips.py"])
 
     assert [result[:3] for result in skipped] == [
-        ["test_first", "passed", ""],
-        ["test_marked", "failed", "it was skipped, which it is not on our code: Skipped: it is easy"],
-        ["test_usual", "skipped", "Skipped: no GPU"],
-        ["test_expected", "failed", "it was skipped, which it is not on our code: hard"],
+        ("test_first", "passed", ""),
+        ("test_marked", "failed", "it was skipped, which it is not on our code: Skipped: it is easy"),
+        ("test_usual", "skipped", "Skipped: no GPU"),
+        ("test_expected", "failed", "it was skipped, which it is not on our code: hard"),
     ]
     assert [result[1] for result in usual] == ["passed", "passed", "skipped", "passed"]
     assert (skipped_passed, usual_passed) == (False, True)
@@ -136,7 +129,7 @@ def test_a_file_of_tests_that_is_left_out_has_failed_too(tmp_path):
 
     assert not passed
     why = "it was skipped, which it is not on our code: unittest.case.SkipTest: easy"
-    assert ["failed", why] in [result[1:3] for result in results]
+    assert ("failed", why) in [result[1:3] for result in results]
 
 
 def test_an_end_before_all_tests_were_run_is_no_pass(tmp_path):
@@ -150,7 +143,7 @@ def test_an_end_before_all_tests_were_run_is_no_pass(tmp_path):
 
     [(results, trouble, passed)] = run([path], [tmp_path / "test_it.py"])
 
-    assert [result[1:3] for result in results] == [["passed", ""]]
+    assert [result[1:3] for result in results] == [("passed", "")]
     assert (trouble, passed) == ("the tests ended before test_second was done", False)
 
 
@@ -172,15 +165,10 @@ def test_how_long_our_code_takes_is_found_out_for_a_job_that_is_late(tmp_path):
     )
     [path], _ = answers(tmp_path, ["pass"])
     path.write_text(path.read_text() + "\nSLOW = True\n")
-    patched = RUN.replace("arguments =", "forks.ASK = 0.5\nforks.MOST = 3\narguments =")
-    assert patched != RUN
-    arguments = {"answers": [str(path)], "tests": [str(tmp_path / "test_slow.py")], "options": {}}
 
-    result = subprocess.run(
-        [sys.executable, "-c", patched, json.dumps(arguments)], capture_output=True, text=True
-    )
+    [(results, trouble, passed)] = run([path], [tmp_path / "test_slow.py"], settings={"ASK": 0.5, "MOST": 3})
 
-    assert json.loads(result.stdout)[1:] == [[["test_slow", "passed", "", None]], None, True], result.stderr
+    assert (results, trouble, passed) == ([("test_slow", "passed", "", None)], None, True)
 
 
 @pytest.fixture

@@ -1,16 +1,15 @@
 """What a learner is told of mistakes that say little by themselves, and of what the code has printed."""
 
 import ast
-import json
-import subprocess
-import sys
 
 import pytest
+from checkout import judged
 
 from labs.kit import missing_returns
-from labs.kit.forks import Outcome, Result
+from labs.kit.forks import Job, Outcome, Result
 from labs.kit.likeness import is_plain
 from labs.kit.missing_returns import returning_nothing
+from labs.kit.overlay import Source
 from labs.kit.regions import edit, read_engine
 
 # Exercise, lines of ours and what stands in their place; what is said of it.
@@ -41,30 +40,17 @@ WRONG = {
         "MemoryError: the tests may take 3 GiB of memory beside what they begin with, and this takes more",
     ),
 }
-RUN = """
-import json, sys
-from labs.kit.forks import Job, run
-from labs.kit.overlay import Source
-
-jobs = [Job(name, number, {module: Source(f"{name}.py", text)}, stop_at_first=True)
-        for name, (number, module, text) in json.load(sys.stdin).items()]
-for job, outcome in run(jobs):
-    print(json.dumps([job.key, [r.message for r in outcome.of("failed")]]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
 def said():
     """Mistake -> what is said."""
-    texts = {}
+    jobs = []
     for name, ((number, old, new), _) in WRONG.items():
         exercise = read_engine()[number]
-        texts[name] = number, exercise.module, edit(exercise, [(old, new)])
-    process = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(texts), capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
-    return {name: messages[0] for name, messages in map(json.loads, process.stdout.splitlines())}
+        source = Source(f"{name}.py", edit(exercise, [(old, new)]))
+        jobs.append(Job(name, number, {exercise.module: source}, stop_at_first=True))
+    return {job.key: outcome.of("failed")[0].message for job, outcome in judged(jobs)}
 
 
 @pytest.mark.parametrize("name", WRONG)

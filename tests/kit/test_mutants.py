@@ -24,56 +24,68 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def judge(shared):
     """Verdicts on the mutants of a file, by name, and the exit status."""
+    return lambda number, text: verdicts_of(shared, number, text)
 
-    def judge(number, text):
-        path = shared.file(number).parent / "mutants" / f"{number}.toml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        result = shared.lab("mutants", number)
-        lines = [line for line in result.stdout.split("\n") if line[:1] in ("✓", "✗")]
-        named = {line.split(": ")[0].split(" ", 2)[2]: (line[0], line.partition(": ")[2]) for line in lines}
-        return named, result
 
-    return judge
+def verdicts_of(checkout, number, text):
+    path = checkout.file(number).parent / "mutants" / f"{number}.toml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    result = checkout.lab("mutants", number)
+    lines = [line for line in result.stdout.split("\n") if line[:1] in ("✓", "✗")]
+    named = {line.split(": ")[0].split(" ", 2)[2]: (line[0], line.partition(": ")[2]) for line in lines}
+    return named, result
 
 
 def mutant(old, new, name="tried"):
     return f"[[mutant]]\nname = '{name}'\nmisconception = 'None.'\nold = '''{old}'''\nnew = '''{new}'''\n"
 
 
-def test_a_mistake_that_the_tests_see_is_caught(judge):
-    verdicts, result = judge("3.2", GOOD)
+def test_a_mistake_that_the_tests_see_is_caught_in_however_many_places_it_is(judge):
+    several = mutant("", "", "several").replace("old = ''''''\nnew = ''''''\n", "")
+    for old, new in (("if slot >= 0:", "if slot >= -1:"), ("scaling * shrunk", "shrunk")):
+        several += f"[[mutant.edit]]\nold = '''{old}'''\nnew = '''{new}'''\n"
+
+    verdicts, result = judge("3.2", GOOD + several)
 
     sign, text = verdicts["last_slot_for_base_rows"]
     assert (sign, result.returncode) == ("✓", 0)
     assert text.startswith("caught by test_")
-    assert verdicts["(the engine)"][0] == "✓"
+    assert verdicts["several"][0] == verdicts["(the engine)"][0] == "✓"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "verdict"),
-    [
-        ("if slot >= 0:", "if slot > -1:", "SURVIVED"),
-        ("if slot >= 0:", "if slot >= 0:  # is it?", "changes nothing but comments"),
-        ("if slot >= 1:", "if slot >= 0:", "0 times, not once"),
-        ("slot", "row", "times, not once"),
-        ("kept + expanded", "expanded", "0 times, not once"),  # it is lab 3.3's
-        ("lora_a_weights: torch.Tensor", "lora_a_weights: torch.Tensro", "breaks tests/phase_03/test_"),
-    ],
-)
-def test_a_mistake_that_is_none_or_goes_unseen_is_reported(judge, old, new, verdict):
-    verdicts, result = judge("3.2", mutant(old, new))
-
-    assert verdicts["tried"][0] == "✗"
-    assert verdict in verdicts["tried"][1]
-    assert result.returncode == 1
+# Changes, and what is said of them.
+NONE = {
+    "unseen": ("if slot >= 0:", "if slot > -1:", "SURVIVED"),
+    "a comment": ("if slot >= 0:", "if slot >= 0:  # is it?", "changes nothing but comments"),
+    "nowhere": ("if slot >= 1:", "if slot >= 0:", "0 times, not once"),
+    "in two places": ("slot", "row", "times, not once"),
+    "of lab 3.3": ("kept + expanded", "expanded", "0 times, not once"),
+    "no import": (
+        "lora_a_weights: torch.Tensor",
+        "lora_a_weights: torch.Tensro",
+        "breaks tests/phase_03/test_",
+    ),
+}
 
 
-def test_two_mutants_of_one_name_are_reported(judge):
-    _, result = judge("3.2", GOOD + GOOD)
+@pytest.fixture(scope="module")
+def wrong(shared):
+    text = "".join(mutant(old, new, name) for name, (old, new, _) in NONE.items())
+    return verdicts_of(shared, "3.2", text + GOOD + GOOD)
 
-    assert "two mutants are called last_slot_for_base_rows" in result.stdout
-    assert result.returncode == 1
+
+@pytest.mark.parametrize("name", NONE)
+def test_a_mistake_that_is_none_or_goes_unseen_is_reported(wrong, name):
+    sign, said = wrong[0][name]
+
+    assert sign == "✗"
+    assert NONE[name][2] in said
+    assert wrong[1].returncode == 1
+
+
+def test_two_mutants_of_one_name_are_reported(wrong):
+    assert "two mutants are called last_slot_for_base_rows" in wrong[1].stdout
 
 
 @pytest.mark.parametrize(
@@ -89,14 +101,6 @@ def test_a_file_that_cannot_be_read_is_named(judge, text, sentence):
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {sentence}")
     assert result.stderr.count("\n") == 1
-
-
-def test_a_mistake_in_several_places_is_one_mutant(judge):
-    edits = mutant("", "").replace("old = ''''''\nnew = ''''''\n", "")
-    for old, new in (("if slot >= 0:", "if slot >= -1:"), ("scaling * shrunk", "shrunk")):
-        edits += f"[[mutant.edit]]\nold = '''{old}'''\nnew = '''{new}'''\n"
-
-    assert judge("3.2", edits)[0]["tried"][0] == "✓"
 
 
 @pytest.mark.nightly

@@ -26,7 +26,7 @@ def test_seldom_where_kernels_are_interpreted():
 @pytest.mark.nightly
 @pytest.mark.lab("3.2")
 def test_an_exercise():
-    raise AssertionError("seen at night")
+    raise NameError("seen at night")  # which is compared with no known mistake
 """
 LEFT_OUT = 3 + (not torch.cuda.is_available())
 
@@ -40,7 +40,10 @@ def checkout(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "processes",
-    [pytest.param([], id="one process"), pytest.param(["-n", "2"], id="two", marks=pytest.mark.nightly)],
+    [
+        pytest.param([], id="one process"),
+        pytest.param(["-n", "1"], id="in a process of its own", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_does_not_run_is_counted(checkout, processes):
     said = checkout.pytest("tests/phase_03/test_tried.py", *processes).stdout

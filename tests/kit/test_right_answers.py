@@ -3,13 +3,12 @@
 A test that gives a learner's code a stand-in with less refuses them: the tests' objects are real, or have as much.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
+from checkout import judged
 
-from labs.kit.regions import ROOT, edit, read_engine
+from labs.kit.forks import Job
+from labs.kit.overlay import Source
+from labs.kit.regions import edit, read_engine
 
 pytestmark = pytest.mark.nightly
 
@@ -42,34 +41,22 @@ ANSWERS = {
     "10.3 who has finished": ("if request.is_finished:", "if request.status.is_finished:"),
     "10.4": ("islice(waiting.queue, self.most)", "islice(waiting.queue.requests.values(), self.most)"),
 }
-RUN = """
-import json, sys
-from labs.kit.forks import Job, run
-from labs.kit.overlay import Source
-
-jobs = [Job(name, name.split()[0], {module: Source(name, text)}, stop_at_first=True)
-        for name, (module, text) in json.load(sys.stdin).items()]
-for job, outcome in run(jobs):
-    said = outcome.trouble or next((f"{r.test}: {r.message}" for r in outcome.of("failed")), "no test passes")
-    print(json.dumps([job.key, "" if outcome.passed else said]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
-def judged():
+def said():
     """Answer -> what is said against it."""
-    exercises = read_engine()
-    texts = {}
+    jobs = []
     for name, lines in ANSWERS.items():
-        exercise = exercises[name.split()[0]]
-        texts[name] = exercise.module, edit(exercise, [lines])
-    process = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT
-    )
-    assert process.returncode == 0, process.stderr
-    return dict(map(json.loads, process.stdout.splitlines()))
+        exercise = read_engine()[name.split()[0]]
+        sources = {exercise.module: Source(name, edit(exercise, [lines]))}
+        jobs.append(Job(name, exercise.number, sources, stop_at_first=True))
+    return {
+        job.key: "" if outcome.passed else outcome.trouble or outcome.of("failed")[0]
+        for job, outcome in judged(jobs)
+    }
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_may_use_what_the_engine_has(judged, name):
-    assert judged[name] == ""
+def test_an_answer_may_use_what_the_engine_has(said, name):
+    assert said[name] == ""
