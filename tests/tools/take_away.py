@@ -138,6 +138,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/worker/test_prompt_logprobs::test_23_of_an_adapter_on_lm_head_are_its_own_on_every_backend[",
         "tests/test_economics::test_a_plan_without_room_says_what_takes_it[",
     ),
+    # It names what of versions runs for a plain adapter.
+    "versions": ("tests/engine/test_plain_life::test_it_enters_nothing_around_the_core_but_what_is_named",),
 }
 # Those that look at all folders, so that each extension has something in them: the maps of vLLM's names, links of
 # chapters, the list of extensions, and the course, which has exercises and hunts in most folders and grades them by
