@@ -405,6 +405,18 @@ def test_a_shared_module_is_wrapped_in_all_places_if_one_of_its_names_is_wanted(
     names = ["layers.1.router", "layers.1.runner.gate"]
     assert_names(targets_of(wrapped), names, "targets")
     assert_names(wrappers(model), names, "places with a wrapper")
+    assert_names(wrapped.modules, names[:1], "modules, which go by the first name, wanted or not")
+
+
+@pytest.mark.lab("2.5")
+def test_the_first_name_is_the_models_first_and_not_the_alphabets():
+    model = ToyModel(num_layers=11)
+    model.layers[10].attn.o_proj = model.layers[2].attn.o_proj
+
+    wrapped = wrap(model, NaivePunica(), target_modules=["o_proj"])
+
+    assert_names(wrapped.modules, [f"layers.{i}.attn.o_proj" for i in range(10)], "modules")
+    assert wrapped.claims["layers.10.attn.o_proj"] == "layers.2.attn.o_proj"
 
 
 @pytest.mark.parametrize("unknown", ["qproj", "lm_head", "embed_tokens", "layers.7.attn.o_proj", "Q_PROJ"])
