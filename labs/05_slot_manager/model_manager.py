@@ -175,14 +175,8 @@ class LRUCacheLoRAModelManager:
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: copy first, then say so
+    # A blank page. What it promises: `lab api 5.2`, or labs/05_slot_manager/contracts/5.2.md
     def activate_adapter(self, lora_id: int) -> bool:
-        """Bring a registered adapter into a slot, which is a use. Whether it had to be copied.
-
-        Whatever is raised in it, Ctrl-C included, the slot table names an adapter only while all its weights are in
-        that slot, and a slot whose copy failed is free. ValueError names an id that is not registered, and no adapter
-        is evicted for it. Listeners hear of a copy that succeeded, once the table says so: "activate", with the slot
-        and the seconds (`time.perf_counter`: the wall clock may be set back).
-        """
         raise Todo("lab 5.2: copy first, then say so")
 
     # endregion

@@ -13,6 +13,16 @@ from collections.abc import Iterable
 from minivllm.core.request_queue import WaitingQueue
 
 
+# region lab 6.1: whose adapters hold a slot
+# A blank page. What it promises: `lab api 6.1`, or labs/06_max_loras_scheduler/contracts/6.1.md
+class LoRASlots:
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise Todo("lab 6.1: whose adapters hold a slot")
+
+
+# endregion
+
+
 class LoRAAdmission:
     """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
 
@@ -24,10 +34,8 @@ class LoRAAdmission:
     one for as long. So nobody waits without end, and nobody loses a slot before it was of use. Adapters that
     want the same slot have it in turns.
 
-    What a step begins with, and what it changes as it goes:
-    pinned        adapters whose slots are nobody else's, whether their requests run or not
-    num_running   adapter -> how many of its requests run; base is not in it
-    taken         adapters that have a slot, or for which one is kept
+    slots    whose the slots are in the step that is being scheduled
+    pinned   adapters whose slots are nobody else's, whether their requests run or not
     """
 
     def __init__(self, max_loras: int, max_wait_steps: int, waiting: WaitingQueue | None = None) -> None:
@@ -36,31 +44,29 @@ class LoRAAdmission:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.held: dict[int, int] = {}
         self.pinned: set[int] = set()
-        self.num_running: Counter[int] = Counter()
-        self.taken: set[int] = set()
+        self.slots = LoRASlots(max_loras)
 
-    # region lab 6.1: whose adapters hold a slot
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
-        """A step begins: what was noted in the step before does not count any more, and nobody is admitted yet.
-
-        running     the adapter of each running request, also of those that get no tokens in this step
-        pinned      adapters whose slots are pinned, also those that no request uses
-        """
-        raise Todo("lab 6.1: whose adapters hold a slot")
+        """As `LoRASlots.begin_step`; the clocks run on."""
+        self.pinned = set(pinned)
+        self.slots.begin_step(running, self.pinned)
 
     def fits(self, adapter_id: int) -> bool:
-        """Whether a request of this adapter, or of base, can join the batch that there is by now."""
-        raise Todo("lab 6.1: whose adapters hold a slot")
+        """As `LoRASlots.fits`."""
+        return self.slots.fits(adapter_id)
 
     def take(self, adapter_id: int) -> None:
-        """A request of an adapter that fits, or of base, has joined, or a slot is kept for one that will."""
-        raise Todo("lab 6.1: whose adapters hold a slot")
+        """As `LoRASlots.take`."""
+        self.slots.take(adapter_id)
 
     def never_fits(self, adapter_id: int) -> bool:
-        """Whether every slot is pinned for others, so that no amount of waiting helps."""
-        raise Todo("lab 6.1: whose adapters hold a slot")
+        """As `LoRASlots.never_fits`."""
+        return self.slots.never_fits(adapter_id)
 
-    # endregion
+    @property
+    def taken(self) -> set[int]:
+        """Adapters that have a slot, or for which one is kept."""
+        return self.slots.holders()
 
     def pass_over(self, adapter_id: int) -> None:
         """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
@@ -102,16 +108,12 @@ class LoRAAdmission:
 
         Only adapters with running requests and no pin that have held their slot for `min_held` steps. None without any.
         """
-        candidates = [
-            adapter_id
-            for adapter_id in self.num_running
-            if adapter_id not in self.pinned and self.held.get(adapter_id, 0) >= min_held
-        ]
-        return min(candidates, key=lambda a: (self.num_running[a], -self.held.get(a, 0), a), default=None)
+        running = self.slots.evictable()
+        candidates = [a for a in running if self.held.get(a, 0) >= min_held]
+        return min(candidates, key=lambda a: (running[a], -self.held.get(a, 0), a), default=None)
 
     def _lose_slot(self, adapter_id: int) -> int:
         """Its slot is free, and its wait begins; gives the id back."""
-        del self.num_running[adapter_id]
-        self.taken.remove(adapter_id)
+        self.slots.lose(adapter_id)
         self.waiting.begin_wait(adapter_id)
         return adapter_id

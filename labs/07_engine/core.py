@@ -162,23 +162,8 @@ class EngineCore:
         return self.parallel.merged(outputs)
 
     # region lab 7.4: one step of the engine
+    # A blank page. What it promises: `lab api 7.4`, or labs/07_engine/contracts/7.4.md
     def _step(self, outputs: list[RequestOutput]) -> None:
-        """One step. What is new of a request goes into `outputs` at once: it is not lost if the rest fails.
-
-        What always holds, in whatever order the calls are made that this leaves open:
-        - The scheduler sees reloads and unloads whose time has come as done.
-        - The output processor hears of each request that was admitted (`cached_tokens` has their ids), and those that
-          can never run are finished.
-        - A request whose adapter cannot be read ends with finish_reason "error", and with it this step: nothing of it
-          is computed, and the others go on with the next one.
-        - A step in which nothing is scheduled launches nothing.
-        - While a GPU computes, the `listeners` hear of the step and the adapters of `prefetch` are copied.
-        - Nothing is committed before all tokens are there: request id -> [token]. Each request that the scheduler then
-          names gets an output with its logprobs.
-        - `metrics` count the step with all its seconds, and those from the launch to the tokens. `clock` tells them.
-
-        To use: `runner.prefetch_lora(adapter id)` starts a copy; `lab api 7.4` shows all else that there is.
-        """
         raise Todo("lab 7.4: one step of the engine")
 
     # endregion

@@ -21,6 +21,11 @@ class Entry(NamedTuple):
     text: str
 
 
+def contract(exercise: Exercise) -> str:
+    """What a blank page has to promise; "" for an exercise whose starter says it."""
+    return exercise.contract.read_text(encoding="utf-8") if exercise.is_blank else ""
+
+
 def page_of(exercise: Exercise) -> tuple[dict[str, str], list[Entry]]:
     """What its hints name (function -> sentence), and what there is in its module and in those that it imports."""
     tree = ast.parse(exercise.text)

@@ -18,7 +18,9 @@ from labs.kit.regions import (
     Exercise,
     Function,
     LabError,
+    Region,
     code_of,
+    definitions_in,
     find_regions,
     functions_in,
     read_engine,
@@ -71,6 +73,31 @@ MOVED = {
     "5.8": {r"self\._timed_load\b": "self._load"},
     "7.5": {r"self\.scheduler\.(requests|waiting|running|in_flight)\b": r"self.queues.\1"},
     "11.2": {r"\bself\.base_layer\.complete\((\w+)\)": r"\1"},  # the block sums terms
+}
+# What stood around the answer to an exercise that begins with a blank page now, and comes along with it: the answer
+# takes the place of ANSWER.
+_ANSWER = "    ANSWER"
+AROUND = {
+    "6.1": """
+class LoRASlots:
+    def __init__(self, max_loras: int) -> None:
+        self.max_loras = max_loras
+        self.pinned: set[int] = set()
+        self.num_running: Counter[int] = Counter()
+        self.taken: set[int] = set()
+
+    ANSWER
+
+    def holders(self) -> set[int]:
+        return set(self.taken)
+
+    def evictable(self) -> dict[int, int]:
+        return {a: n for a, n in self.num_running.items() if a not in self.pinned}
+
+    def lose(self, adapter_id: int) -> None:
+        del self.num_running[adapter_id]
+        self.taken.remove(adapter_id)
+"""
 }
 _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
@@ -240,7 +267,8 @@ class _Migration:
         if not self._is_stub(number, code_of(self.texts[home], number, name)):
             raise LabError(f"{name} holds an answer of yours already")
         others = self.exercises.keys() - {number}
-        self.texts[home] = splice(self.texts[home], transplant(code, fresh, number), others, name)[0]
+        filled = transplant(code, fresh, number, exercise.is_blank)
+        self.texts[home] = splice(self.texts[home], filled, others, name)[0]
         return home
 
     def write(self) -> None:
@@ -265,10 +293,11 @@ class _Migration:
         return str(path.relative_to(self.root))
 
 
-def transplant(code: str, fresh: str, number: str) -> str:
+def transplant(code: str, fresh: str, number: str, is_blank: bool = False) -> str:
     """A starter in which the functions of an exercise have the bodies that they have in a learner's region.
 
-    code   the region as `code_of` gives it
+    code       the region as `code_of` gives it
+    is_blank   the region is the learner's as a whole: it is carried as it stands
 
     What else the learner put there comes before them. LabError when the functions are not the same.
     """
@@ -277,14 +306,11 @@ def transplant(code: str, fresh: str, number: str) -> str:
     wanted = [function for region in regions for function in functions_in(tree, region)]
     if not wanted:
         raise LabError("it is part of a function; copy it by hand")
-    code = re.sub(r"\b\w+\b", lambda word: RENAMED.get(word[0], word[0]), code)
-    for before, now in MOVED.get(number, {}).items():
-        code = re.sub(before, now, code)
-    try:
-        mine = ast.parse(code)
-    except SyntaxError as error:
-        raise LabError(f"it does not parse, {error.msg}") from None
-    answers = _by_signature(_defined(mine))
+    if is_blank:
+        return _on_blank_page(_with_todays_names(code, number), tree, lines, regions[0])
+    code = _with_todays_names(code, number)
+    mine = _parsed(code)
+    answers = _by_signature(defined(mine))
     names = {function.name for function in answers.values()}
     for key, function in reversed(_by_signature(wanted).items()):
         answer = answers.get(key)
@@ -297,6 +323,41 @@ def transplant(code: str, fresh: str, number: str) -> str:
     if extras := "\n\n".join(_extras(mine, tree, code.split("\n"))):
         indented = textwrap.indent(extras, " " * wanted[0].col_offset)
         lines[regions[0].start : regions[0].start] = [*indented.split("\n"), ""]
+    return "\n".join(lines)
+
+
+def _with_todays_names(code: str, number: str) -> str:
+    code = re.sub(r"\b\w+\b", lambda word: RENAMED.get(word[0], word[0]), code)
+    for before, now in MOVED.get(number, {}).items():
+        code = re.sub(before, now, code)
+    return code
+
+
+def _parsed(code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except SyntaxError as error:
+        raise LabError(f"it does not parse, {error.msg}") from None
+
+
+def _on_blank_page(code: str, fresh: ast.Module, lines: list[str], region: Region) -> str:
+    """The starter with the code as the region's. LabError when it has not what the engine calls."""
+    (called,) = definitions_in(fresh, region)
+    there = {node.name: node for node in _parsed(code).body if isinstance(node, Function | ast.ClassDef)}
+    if called.name not in there and region.exercise in AROUND:
+        inside = textwrap.indent(code.strip("\n"), "    ")
+        code = AROUND[region.exercise].replace(_ANSWER, inside)
+        there = {node.name: node for node in _parsed(code).body if isinstance(node, Function | ast.ClassDef)}
+    mine = there.get(called.name)
+    if mine is None or type(mine) is not type(called):
+        raise LabError(f"{called.name} is not in it now")
+    if isinstance(called, Function) and _signature(mine) != _signature(called):
+        raise LabError(f"{called.name} takes other arguments now")
+    indented = textwrap.indent(code.strip("\n"), " " * called.col_offset).split("\n")
+    page = lines[region.start : region.stop]
+    first = next(n for n, line in enumerate(page) if line.strip())
+    last = next(n for n, line in enumerate(reversed(page)) if line.strip())
+    lines[region.start : region.stop] = [*page[:first], *indented, *page[len(page) - last :]]
     return "\n".join(lines)
 
 
@@ -319,13 +380,13 @@ def _signature(function: Function) -> str:
     return str(([ast.unparse(d) for d in function.decorator_list], function.name, groups, rest))
 
 
-def _defined(node: ast.AST) -> Iterator[Function]:
+def defined(node: ast.AST) -> Iterator[Function]:
     """Functions and methods that are not part of another function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function):
             yield child
         elif isinstance(child, ast.ClassDef):
-            yield from _defined(child)
+            yield from defined(child)
 
 
 def _first(function: Function) -> ast.stmt:

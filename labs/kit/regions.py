@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,13 +84,17 @@ def find_regions(text: str, where: str) -> list[Region]:
 
 @dataclass
 class Exercise:
-    """number: such as `3.2`; text: of the whole module, as the engine has it; recipes: see `read_recipes`"""
+    """number: such as `3.2`; text: of the whole module, as the engine has it; recipes: see `read_recipes`
+
+    blanks   see `read_blanks`
+    """
 
     number: str
     module: str
     text: str
     regions: list[Region] = field(default_factory=list)
     recipes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    blanks: Collection[str] = ()
 
     @property
     def phase(self) -> str:
@@ -107,7 +111,16 @@ class Exercise:
     @property
     def fresh(self) -> str:
         """The text that a learner begins with."""
-        return _starter_once(self.text, self.module, json.dumps(self.recipes))
+        return _starter_once(self.text, self.module, json.dumps(self.recipes), frozenset(self.blanks))
+
+    @property
+    def is_blank(self) -> bool:
+        return self.number in self.blanks
+
+    @property
+    def contract(self) -> Path:
+        """What a blank page has to promise."""
+        return contract_of(self.number)
 
     def code(self, text: str | None = None) -> str:
         """The regions' text, moved to the left; of another version of the module if one is given."""
@@ -137,7 +150,7 @@ def code_of(text: str, exercise: str, where: str) -> str:
 def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
     """Every exercise, by number, in order. LabError for regions that break a rule."""
     exercises: dict[str, Exercise] = {}
-    recipes = read_recipes(root)
+    recipes, blanks = read_recipes(root), read_blanks(root)
     phase_of: dict[str, str] = {}
     for path in (path for folder in SOURCES for path in sorted((root / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
@@ -152,7 +165,7 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
                 raise LabError(
                     f"{module} has regions of phases {phase_of[module]} and {phase}; split the module"
                 )
-            exercise = exercises.setdefault(number, Exercise(number, module, text, recipes=recipes))
+            exercise = exercises.setdefault(number, Exercise(number, module, text, [], recipes, blanks))
             if exercise.module != module:
                 raise LabError(f"the regions of lab {number} lie in {exercise.module} and in {module}")
             exercise.regions.append(region)
@@ -164,20 +177,36 @@ def read_recipes(root: Path = ROOT) -> dict[str, dict[str, str]]:
 
     They are the `uses` of labs/NN_name/hints.toml.
     """
-    found: dict[str, dict[str, str]] = {}
+    return {number: entry["uses"] for number, entry in _hint_entries(root) if "uses" in entry}
+
+
+def read_blanks(root: Path = ROOT) -> frozenset[str]:
+    """Exercises that begin with a blank page: their `form` in labs/NN_name/hints.toml is "blank"."""
+    return frozenset(number for number, entry in _hint_entries(root) if entry.get("form") == "blank")
+
+
+def _hint_entries(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted((root / "labs").glob("[01]*/hints.toml")):
         try:
-            entries = tomllib.loads(path.read_text(encoding="utf-8"))
+            yield from tomllib.loads(path.read_text(encoding="utf-8")).items()
         except tomllib.TOMLDecodeError as error:
             raise LabError(f"{path.relative_to(root)}: {error}") from None
-        found |= {number: entry["uses"] for number, entry in entries.items() if "uses" in entry}
-    return found
 
 
-def starter(text: str, where: str, recipes: Mapping[str, Mapping[str, str]] | None = None) -> str:
+def contract_of(number: str) -> Path:
+    return ROOT / "labs" / str(named_phase(number)) / "contracts" / f"{number}.md"
+
+
+def starter(
+    text: str,
+    where: str,
+    recipes: Mapping[str, Mapping[str, str]] | None = None,
+    blanks: Collection[str] = (),
+) -> str:
     """A module's text with a stub in the place of every body in a region, and recipes at the end of docstrings.
 
     recipes   as `read_recipes` gives them
+    blanks    exercises of whose regions nothing is kept but the name that the engine calls
 
     LabError for what is no Python, and for a recipe whose function has no docstring or is not there.
     """
@@ -190,6 +219,9 @@ def starter(text: str, where: str, recipes: Mapping[str, Mapping[str, str]] | No
     for region in reversed(regions):
         missing -= {(region.exercise, function.name) for function in functions_in(tree, region)}
         uses = recipes.get(region.exercise, {})
+        if region.exercise in blanks:
+            lines[region.start : region.stop] = _blank_page(tree, lines, region, where)
+            continue
         for first, last, new in reversed(list(_stubs(tree, lines, region, where, uses))):
             lines[first:last] = new
     for exercise, function in sorted(missing):
@@ -202,9 +234,9 @@ def starter(text: str, where: str, recipes: Mapping[str, Mapping[str, str]] | No
 
 
 @cache
-def _starter_once(text: str, where: str, recipes: str) -> str:
+def _starter_once(text: str, where: str, recipes: str, blanks: frozenset[str]) -> str:
     """As `starter`; most modules have several exercises, each of which asks.   recipes: as JSON"""
-    return starter(text, where, json.loads(recipes))
+    return starter(text, where, json.loads(recipes), blanks)
 
 
 def left_out(
@@ -256,6 +288,45 @@ def _stubs(
         )
     indent = lines[code[0]][: -len(lines[code[0]].lstrip())]
     yield code[0], region.stop, [f"{indent}raise Todo({title})"]
+
+
+def _blank_page(tree: ast.Module, lines: list[str], region: Region, where: str) -> list[str]:
+    """What stands in a region that the learner designs: the name that the engine calls, and where the contract is."""
+    found = list(definitions_in(tree, region))
+    if len(found) != 1:
+        raise LabError(
+            f"{where}: a blank page has one class or function, lab {region.exercise} has {len(found)}"
+        )
+    node, indent = found[0], " " * found[0].col_offset
+    title = json.dumps(f"lab {region.exercise}: {region.title}", ensure_ascii=False)
+    contract = contract_of(region.exercise).relative_to(ROOT).as_posix()
+    page = [f"{indent}# A blank page. What it promises: `lab api {region.exercise}`, or {contract}"]
+    if isinstance(node, ast.ClassDef):
+        page += [
+            lines[node.lineno - 1],
+            f"{indent}    def __init__(self, *args: object, **kwargs: object) -> None:",
+            f"{indent}        raise Todo({title})",
+        ]
+    else:
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        page += [*lines[first - 1 : node.body[0].lineno - 1], f"{indent}    raise Todo({title})"]
+    after = lines[max(node.end_lineno, region.start) : region.stop]
+    blank_after = [] if any(line.strip() for line in after) else after
+    return [*lines[region.start : region.start + _num_empty(lines, region)], *page, *blank_after]
+
+
+def _num_empty(lines: list[str], region: Region) -> int:
+    return next((n for n, line in enumerate(lines[region.start : region.stop]) if line.strip()), 0)
+
+
+def definitions_in(node: ast.AST, region: Region) -> Iterator[Function | ast.ClassDef]:
+    """Classes, functions and methods inside the region that are not part of another one there."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            if region.start < child.lineno and child.end_lineno <= region.stop:
+                yield child
+            elif isinstance(child, ast.ClassDef):
+                yield from definitions_in(child, region)
 
 
 def _with_recipe(last: str, recipe: str, column: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 `labs/NN_name/variants/N.M.toml` has as `code` the functions of an exercise, with signatures and bodies, as a learner
 might write them. A variant passes the exercise's tests, and all together are an engine that passes its whole suite.
+Beside `code` may be `others`: answers of another design, which owe nothing to a hint. A blank page has two at least,
+since its tests must not ask for our design.
 """
 
 import ast
@@ -10,10 +12,11 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import Any
 
 from labs.kit.forks import Job, run
 from labs.kit.hints import hints_of
-from labs.kit.migrate import transplant
+from labs.kit.migrate import defined, transplant
 from labs.kit.mutants import Verdict, picked
 from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import ROOT, Exercise, Function, LabError, code_of, read_engine, splice, starter
@@ -23,20 +26,34 @@ _CODE_WORD = re.compile(r"\b[A-Za-z]\w*_\w+|\b_\w+")  # what only code is called
 
 def variant_of(exercise: Exercise) -> str:
     """The functions as they stand in the file. LabError when there is none, or it is not as it should be."""
+    return _read(exercise)["code"]
+
+
+def designs_of(exercise: Exercise) -> dict[str, str]:
+    """Answers of another design than ours: what is other about each -> its code."""
+    return _read(exercise).get("others", {})
+
+
+def _read(exercise: Exercise) -> dict[str, Any]:
     path = ROOT / "labs" / exercise.phase / "variants" / f"{exercise.number}.toml"
     if not path.is_file():
         raise LabError(f"{path.relative_to(ROOT)} is missing")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))["code"]
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table["code"]
+        return table
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise LabError(f"{path.relative_to(ROOT)}: {error}") from None
 
 
-def with_variant(exercise: Exercise, text: str | None = None) -> str:
-    """A version of the exercise's module with the variant in its place. LabError where it does not fit."""
-    fresh = starter(exercise.text, exercise.module)
+def with_variant(exercise: Exercise, text: str | None = None, code: str | None = None) -> str:
+    """A version of the exercise's module with the variant in its place. LabError where it does not fit.
+
+    code   one of `designs_of` in the variant's place
+    """
+    fresh = starter(exercise.text, exercise.module, blanks=exercise.blanks)
     try:
-        filled = transplant(variant_of(exercise), fresh, exercise.number)
+        filled = transplant(code or variant_of(exercise), fresh, exercise.number, exercise.is_blank)
     except LabError as error:
         raise LabError(f"the variant of lab {exercise.number}: {error}") from None
     others = read_engine().keys() - {exercise.number}
@@ -56,9 +73,9 @@ def check_variants(exercises: Iterable[Exercise]) -> Iterator[Verdict]:
     for exercise in exercises:
         try:
             path = f"{engine_file(exercise.module)} [variant]"  # no such file: it is read from linecache
-            jobs.append(
-                Job(exercise, exercise.number, {exercise.module: Source(path, with_variant(exercise))})
-            )
+            for code in (None, *designs_of(exercise).values()):
+                made = with_variant(exercise, code=code)
+                jobs.append(Job(exercise, exercise.number, {exercise.module: Source(path, made)}))
             if said := drift(exercise):
                 yield Verdict(exercise.number, None, False, said)
         except LabError as error:
@@ -100,7 +117,11 @@ def _used(code: str) -> set[str]:
     """Names that the code reads and does not make: attributes, functions, constants."""
     tree = ast.parse(code)
     names, made = set(), set()
-    for function in (node for node in tree.body if isinstance(node, Function)):
+    for holder in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        made.add(holder.name)
+        own = (n for n in ast.walk(holder) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        made |= {attribute.attr for attribute in own}
+    for function in defined(tree):
         made.add(function.name)
         arguments = function.args
         made |= {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}

@@ -12,33 +12,21 @@ from collections.abc import Iterable
 from minivllm.core.request_queue import WaitingQueue
 
 
-class LoRAAdmission:
-    """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
+# region lab 6.1: whose adapters hold a slot
+class LoRASlots:
+    """The `max_loras` slots of a step: who has one, and who may still have one. It sees adapter ids only (0 = base).
 
-    Two clocks, both in steps, decide who makes way for whom:
-    waited(a)   how long adapter a has waited for a slot, since it was first passed over
-    held[a]     how long adapter a has had one, since it brought its first token
-
-    An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
-    one for as long. So nobody waits without end, and nobody loses a slot before it was of use. Adapters that
-    want the same slot have it in turns.
-
-    What a step begins with, and what it changes as it goes:
     pinned        adapters whose slots are nobody else's, whether their requests run or not
     num_running   adapter -> how many of its requests run; base is not in it
     taken         adapters that have a slot, or for which one is kept
     """
 
-    def __init__(self, max_loras: int, max_wait_steps: int, waiting: WaitingQueue | None = None) -> None:
+    def __init__(self, max_loras: int) -> None:
         self.max_loras = max_loras
-        self.max_wait_steps = max_wait_steps
-        self.waiting = WaitingQueue() if waiting is None else waiting
-        self.held: dict[int, int] = {}
         self.pinned: set[int] = set()
         self.num_running: Counter[int] = Counter()
         self.taken: set[int] = set()
 
-    # region lab 6.1: whose adapters hold a slot
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
         """A step begins: what was noted in the step before does not count any more, and nobody is admitted yet.
 
@@ -62,7 +50,67 @@ class LoRAAdmission:
         """Whether every slot is pinned for others, so that no amount of waiting helps."""
         return adapter_id not in self.pinned | {0} and len(self.pinned) >= self.max_loras
 
-    # endregion
+    def lose(self, adapter_id: int) -> None:
+        """The running requests of an adapter that is not pinned are preempted: it has no slot now."""
+        del self.num_running[adapter_id]
+        self.taken.remove(adapter_id)
+
+    def holders(self) -> set[int]:
+        """Adapters that have a slot, or for which one is kept. A copy."""
+        return set(self.taken)
+
+    def evictable(self) -> dict[int, int]:
+        """Adapters that could lose their slot, since they run and are not pinned -> how many of their requests run."""
+        return {a: requests for a, requests in self.num_running.items() if a not in self.pinned}
+
+
+# endregion
+
+
+class LoRAAdmission:
+    """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
+
+    Two clocks, both in steps, decide who makes way for whom:
+    waited(a)   how long adapter a has waited for a slot, since it was first passed over
+    held[a]     how long adapter a has had one, since it brought its first token
+
+    An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
+    one for as long. So nobody waits without end, and nobody loses a slot before it was of use. Adapters that
+    want the same slot have it in turns.
+
+    slots    whose the slots are in the step that is being scheduled
+    pinned   adapters whose slots are nobody else's, whether their requests run or not
+    """
+
+    def __init__(self, max_loras: int, max_wait_steps: int, waiting: WaitingQueue | None = None) -> None:
+        self.max_loras = max_loras
+        self.max_wait_steps = max_wait_steps
+        self.waiting = WaitingQueue() if waiting is None else waiting
+        self.held: dict[int, int] = {}
+        self.pinned: set[int] = set()
+        self.slots = LoRASlots(max_loras)
+
+    def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
+        """As `LoRASlots.begin_step`; the clocks run on."""
+        self.pinned = set(pinned)
+        self.slots.begin_step(running, self.pinned)
+
+    def fits(self, adapter_id: int) -> bool:
+        """As `LoRASlots.fits`."""
+        return self.slots.fits(adapter_id)
+
+    def take(self, adapter_id: int) -> None:
+        """As `LoRASlots.take`."""
+        self.slots.take(adapter_id)
+
+    def never_fits(self, adapter_id: int) -> bool:
+        """As `LoRASlots.never_fits`."""
+        return self.slots.never_fits(adapter_id)
+
+    @property
+    def taken(self) -> set[int]:
+        """Adapters that have a slot, or for which one is kept."""
+        return self.slots.holders()
 
     def pass_over(self, adapter_id: int) -> None:
         """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
@@ -116,16 +164,12 @@ class LoRAAdmission:
 
         Only adapters with running requests and no pin that have held their slot for `min_held` steps. None without any.
         """
-        candidates = [
-            adapter_id
-            for adapter_id in self.num_running
-            if adapter_id not in self.pinned and self.held.get(adapter_id, 0) >= min_held
-        ]
-        return min(candidates, key=lambda a: (self.num_running[a], -self.held.get(a, 0), a), default=None)
+        running = self.slots.evictable()
+        candidates = [a for a in running if self.held.get(a, 0) >= min_held]
+        return min(candidates, key=lambda a: (running[a], -self.held.get(a, 0), a), default=None)
 
     def _lose_slot(self, adapter_id: int) -> int:
         """Its slot is free, and its wait begins; gives the id back."""
-        del self.num_running[adapter_id]
-        self.taken.remove(adapter_id)
+        self.slots.lose(adapter_id)
         self.waiting.begin_wait(adapter_id)
         return adapter_id

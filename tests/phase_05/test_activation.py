@@ -171,17 +171,18 @@ def test_a_wall_clock_that_is_set_back_makes_no_copy_take_less_than_nothing(monk
 
 def test_the_seconds_that_are_told_have_the_copy_in_them(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
     manager, told = make_manager(slots=1), []
     manager.add_adapter(make_adapter(1))
     manager.listeners.append(told.append)
-    write = manager._write
+    write = manager.wrapped.write
 
     def takes_seven_seconds(lora, slot):
         now[0] += 7
         write(lora, slot)
 
-    monkeypatch.setattr(manager, "_write", takes_seven_seconds)
+    monkeypatch.setattr(manager.wrapped, "write", takes_seven_seconds)
 
     manager.activate_adapter(1)
 
@@ -217,6 +218,81 @@ def test_after_a_failed_copy_the_next_attempt_succeeds(monkeypatch):
 
     assert_slots(manager, [1], "adapter 1 was activated once more, after a copy that failed")
     assert_slot_holds(manager, 0, weights, "adapter 1")
+
+
+class _Gone(BaseException):
+    """What is no Exception, as Ctrl-C is none."""
+
+
+def three_in_memory_two_in_slots():
+    """1 in slot 0, 2 in slot 1, and 1 was used longest ago; the weights of all, and what listeners hear."""
+    weights = {adapter_id: random_weights(adapter_id) for adapter_id in (1, 2, 3)}
+    manager, told = make_manager(slots=2, memory=3), []
+    for adapter_id in (3, 1, 2):
+        manager.add_adapter(adapter_of(adapter_id, weights[adapter_id]))
+    for adapter_id in (1, 2):
+        manager.activate_adapter(adapter_id)
+    manager.listeners.append(lambda event: told.append((event.kind, event.adapter_id, event.slot)))
+    return manager, weights, told
+
+
+def fail_once(monkeypatch, manager, error):
+    """The next copy raises when the layers were written in part; those after it succeed."""
+    layer, errors = manager.modules["mlp.gate_up_proj"], [error]
+    write = layer.write
+
+    def failing(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(layer, "write", failing)
+
+
+@pytest.mark.parametrize("error", [OSError("device lost"), KeyError(3), _Gone()], ids=repr)
+def test_a_copy_that_fails_in_the_slot_of_another_changes_nothing_else(monkeypatch, error):
+    manager, weights, told = three_in_memory_two_in_slots()
+    fail_once(monkeypatch, manager, error)
+
+    with pytest.raises(type(error)) as raised:
+        manager.activate_adapter(3)
+
+    assert raised.value is error, "it comes out as it was raised"
+    assert_slots(manager, [None, 2], "3 was to replace 1 in slot 0, and its copy failed")
+    assert_slot_holds(manager, 0, None, "nothing")
+    assert_slot_holds(manager, 1, weights[2], "adapter 2, which had no part in it")
+    assert list(manager.list_adapters()) == [3, 1, 2], (
+        "who is in memory, and in which order they were used, is as before"
+    )
+    assert told == [("evict", 1, 0)], "1 has left its slot; 3 has come into none"
+
+
+def test_after_a_copy_that_failed_the_free_slot_is_taken_and_nobody_evicted(monkeypatch):
+    manager, weights, told = three_in_memory_two_in_slots()
+    fail_once(monkeypatch, manager, OSError("device lost"))
+    with pytest.raises(OSError):
+        manager.activate_adapter(3)
+    told.clear()
+
+    assert manager.activate_adapter(3) is True
+
+    assert_slots(manager, [3, 2], "slot 0 was free")
+    assert_slot_holds(manager, 0, weights[3], "adapter 3")
+    assert told == [("activate", 3, 0)]
+
+
+def test_where_nobody_may_leave_a_slot_nothing_changes():
+    manager, weights, told = three_in_memory_two_in_slots()
+    manager.set_in_use({1, 2})
+
+    with pytest.raises(RuntimeError):
+        manager.activate_adapter(3)
+
+    assert_slots(manager, [1, 2], "1 and 2 are in use")
+    for slot, adapter_id in enumerate((1, 2)):
+        assert_slot_holds(manager, slot, weights[adapter_id], f"adapter {adapter_id}")
+    assert list(manager.list_adapters()) == [3, 1, 2], "3 was not activated, which is no use"
+    assert told == []
 
 
 @pytest.mark.parametrize("make", [make_plain_manager, make_manager])

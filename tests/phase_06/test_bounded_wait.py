@@ -17,6 +17,20 @@ from tests.oracles.scheduler import World, lora
 pytestmark = pytest.mark.lab("6.4")
 
 
+def test_a_step_that_begins_moves_no_clock():
+    """How long an adapter has had its slot counts over many steps: who forgets it never ends a turn."""
+    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
+    admission.begin_step(running=[3], pinned=[])
+    for _ in range(2):
+        admission.end_step(ran=[3], sampled={3})
+
+    admission.begin_step(running=[3], pinned=[])
+
+    assert admission.held == {3: 2}, (
+        "adapter 3 has had its slot for two steps, and none has been computed since"
+    )
+
+
 class TestMakeRoom:
     """The rule itself, on clocks set by hand: `waited` and `held`, in steps; max_wait_steps is 3."""
 

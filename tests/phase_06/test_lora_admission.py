@@ -1,10 +1,12 @@
 """Which adapters may run together (lab 6.1), against brute force over slots and over subsets of the queue."""
 
+import random
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
 
-from minivllm.core.lora_admission import LoRAAdmission
+from minivllm.core.lora_admission import LoRASlots
 from minivllm.core.output import MAX_LORAS
 from tests.oracles.scheduler import World
 
@@ -96,70 +98,141 @@ def test_a_running_request_without_tokens_in_this_step_keeps_its_slot():
     assert len(output.preempted_adapters) == 1
 
 
+def slots_with(max_loras, running=(), pinned=()):
+    slots = LoRASlots(max_loras)
+    slots.begin_step(running=list(running), pinned=list(pinned))
+    return slots
+
+
+def test_before_the_first_step_nobody_has_a_slot():
+    slots = LoRASlots(2)
+
+    assert (set(slots.holders()), dict(slots.evictable())) == (set(), {})
+    assert [slots.fits(adapter_id) for adapter_id in (0, 1)] == [True, True]
+
+
 def test_counting_sees_every_running_adapter_and_every_pin():
-    admission = LoRAAdmission(max_loras=4, max_wait_steps=8)
+    slots = slots_with(4, running=[0, 5, 0, 2, 5], pinned=[7, 2])
 
-    admission.begin_step(running=[0, 5, 0, 2, 5], pinned=[7, 2])
+    assert set(slots.holders()) == {2, 5, 7}
+    assert dict(slots.evictable()) == {5: 2}, (
+        "two requests of 5 run; 2 is pinned, 7 does not run, base has none"
+    )
 
-    assert admission.taken == {2, 5, 7}
-    assert admission.pinned == {2, 7}
-    assert dict(admission.num_running) == {5: 2, 2: 1}, "requests of each adapter that run, base left out"
+
+def test_a_step_may_be_given_what_can_be_read_once():
+    slots = LoRASlots(3)
+
+    slots.begin_step(running=iter([4, 0, 4]), pinned=iter([6]))
+
+    assert (set(slots.holders()), dict(slots.evictable())) == ({4, 6}, {4: 2})
 
 
 def test_who_joins_has_a_slot_from_then_on():
-    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
-    admission.begin_step(running=[5], pinned=[])
+    slots = slots_with(2, running=[5])
 
-    admission.take(0)
-    admission.take(7)
+    slots.take(0)
+    slots.take(7)
 
-    assert admission.taken == {5, 7}, "7 has joined; base takes no slot"
-    assert dict(admission.num_running) == {5: 1}, (
-        "7 is about to run: that is counted when the next step begins"
-    )
-    assert (admission.pinned, admission.fits(8), admission.fits(0)) == (set(), False, True)
+    assert set(slots.holders()) == {5, 7}, "7 has joined; base takes no slot"
+    assert dict(slots.evictable()) == {5: 1}, "7 is about to run: that is counted when the next step begins"
+    assert (slots.fits(8), slots.fits(7), slots.fits(0)) == (False, True, True)
+
+
+def test_another_request_of_an_adapter_that_runs_is_not_counted_before_the_next_step():
+    slots = slots_with(2, running=[5])
+
+    slots.take(5)
+
+    assert (set(slots.holders()), dict(slots.evictable())) == ({5}, {5: 1})
+
+
+def test_asking_takes_nothing():
+    slots = slots_with(2, running=[5])
+
+    assert slots.fits(7)
+
+    assert set(slots.holders()) == {5}, "7 was asked about, and has not joined: it may lack blocks"
+    assert slots.fits(8), "the second slot is still free"
 
 
 def test_the_pins_of_a_step_do_not_change_with_those_who_pin():
-    admission, pinned = LoRAAdmission(max_loras=2, max_wait_steps=8), {7}
-    admission.begin_step(running=[5], pinned=pinned)
+    slots, pinned, running = LoRASlots(3), {7}, [5]
+    slots.begin_step(running=running, pinned=pinned)
 
     pinned.add(8)
-    admission.take(5)
+    running.append(9)
+    slots.take(5)
 
-    assert (admission.pinned, pinned) == ({7}, {7, 8})
+    assert (set(slots.holders()), dict(slots.evictable())) == ({5, 7}, {5: 1})
+    assert pinned == {7, 8}, "the set is the caller's"
+
+
+def test_what_is_told_can_be_changed_and_changes_nothing():
+    slots = slots_with(2, running=[5, 6])
+
+    told = slots.holders(), slots.evictable()
+    slots.lose(5)
+
+    assert (set(told[0]), dict(told[1])) == ({5, 6}, {5: 1, 6: 1}), "it says what was when it was asked"
+    assert set(slots.holders()) == {6}
+
+
+def test_who_makes_way_has_no_slot_and_no_requests_any_more():
+    slots = slots_with(2, running=[5, 6, 5], pinned=[6])
+    slots.take(5)
+
+    slots.lose(5)
+
+    assert (set(slots.holders()), dict(slots.evictable())) == ({6}, {})
+    assert slots.fits(8), "the slot of 5 is free"
+    assert slots.fits(5), "and 5 may have it again"
+
+
+def test_the_slot_of_who_makes_way_can_be_taken_in_the_same_step():
+    slots = slots_with(1, running=[5])
+    slots.lose(5)
+
+    slots.take(8)
+
+    assert set(slots.holders()) == {8}
+    assert not slots.fits(5)
+
+
+def test_pins_that_come_in_under_running_requests_leave_more_holders_than_slots():
+    slots = slots_with(2, running=[1, 2], pinned=[3, 4])
+
+    assert set(slots.holders()) == {1, 2, 3, 4}
+    assert dict(slots.evictable()) == {1: 1, 2: 1}
+    assert not slots.fits(5)
+    slots.lose(1)
+    slots.lose(2)
+    assert (set(slots.holders()), slots.fits(1)) == ({3, 4}, False)
 
 
 def test_the_count_starts_afresh_at_every_step():
-    admission = LoRAAdmission(max_loras=1, max_wait_steps=8)
-    admission.begin_step(running=[3], pinned=[])
+    slots = slots_with(1, running=[3])
+    slots.take(3)
 
-    admission.begin_step(running=[0], pinned=[])
+    slots.begin_step(running=[0], pinned=[])
 
-    assert admission.fits(4), "no request of adapter 3 runs any more, and still it has the only slot"
-
-
-def test_a_step_that_begins_moves_no_clock():
-    """How long an adapter has had its slot counts over many steps: who forgets it never ends a turn."""
-    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
-    admission.begin_step(running=[3], pinned=[])
-    for _ in range(2):
-        admission.end_step(ran=[3], sampled={3})
-
-    admission.begin_step(running=[3], pinned=[])
-
-    assert admission.held == {3: 2}, (
-        "adapter 3 has had its slot for two steps, and none has been computed since"
-    )
+    assert slots.fits(4), "no request of adapter 3 runs any more, and still it has the only slot"
+    assert dict(slots.evictable()) == {}
 
 
 def test_a_request_that_must_wait_for_others_to_end_is_not_refused():
-    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
+    slots = slots_with(2, running=[1, 2], pinned=[1])
 
-    admission.begin_step(running=[1, 2], pinned=[1])
+    assert not slots.fits(3)
+    assert not slots.never_fits(3), "adapter 2 is not pinned: its slot comes free when its requests end"
 
-    assert not admission.fits(3)
-    assert not admission.never_fits(3), "adapter 2 is not pinned: its slot comes free when its requests end"
+
+def test_what_lasts_does_not_change_with_who_joins():
+    slots = slots_with(2, pinned=[1])
+
+    slots.take(2)
+
+    assert [slots.never_fits(adapter_id) for adapter_id in (0, 1, 2, 3)] == [False] * 4
 
 
 def test_a_request_is_refused_exactly_when_the_pins_leave_no_slot_for_its_adapter():
@@ -167,13 +240,12 @@ def test_a_request_is_refused_exactly_when_the_pins_leave_no_slot_for_its_adapte
         for running, pinned in product(((), (2,), (0, 1, 5)), subsets((1, 3, 4))):
             if len(pinned) > max_loras:
                 continue
-            admission = LoRAAdmission(max_loras, max_wait_steps=8)
-            admission.begin_step(running, pinned)
+            slots = slots_with(max_loras, running, pinned)
 
             for adapter_id in range(6):
                 is_refused = not can_place({*pinned, adapter_id}, max_loras)
-                assert admission.never_fits(adapter_id) is is_refused, (
-                    f"never_fits({adapter_id}) is {admission.never_fits(adapter_id)} with max_loras {max_loras}, "
+                assert slots.never_fits(adapter_id) is is_refused, (
+                    f"never_fits({adapter_id}) is {slots.never_fits(adapter_id)} with max_loras {max_loras}, "
                     f"requests of {running} running and {pinned or 'nobody'} pinned"
                 )
 
@@ -184,16 +256,42 @@ def test_a_request_fits_exactly_when_its_adapter_can_be_given_a_slot():
             for pinned in subsets((1, 3, 4)):
                 if not can_place({*running, *pinned}, max_loras):
                     continue
-                admission = LoRAAdmission(max_loras, max_wait_steps=8)
-                admission.begin_step(running, pinned)
+                slots = slots_with(max_loras, running, pinned)
 
                 for adapter_id in range(6):
-                    assert admission.fits(adapter_id) == can_place(
-                        {*running, *pinned, adapter_id}, max_loras
-                    ), (
-                        f"fits({adapter_id}) is {admission.fits(adapter_id)} with max_loras {max_loras}, "
+                    assert slots.fits(adapter_id) == can_place({*running, *pinned, adapter_id}, max_loras), (
+                        f"fits({adapter_id}) is {slots.fits(adapter_id)} with max_loras {max_loras}, "
                         f"requests of {running} running and {pinned or 'nobody'} pinned"
                     )
+
+
+def test_steps_of_every_kind_agree_with_a_list_of_all_that_happened():
+    """Nothing is kept up to date here: each answer is found in the step's own history, read from its beginning."""
+    choose = random.Random(6)
+    for max_loras in (1, 2, 3, 4):
+        slots = LoRASlots(max_loras)
+        for _ in range(150):
+            running = choose.choices(range(7), k=choose.randrange(6))
+            pinned = choose.sample(range(1, 7), k=choose.randrange(max_loras + 1))
+            slots.begin_step(running, pinned)
+            history = [("pin", a) for a in pinned] + [("run", a) for a in running if a]
+            for _ in range(choose.randrange(7)):
+                adapter_id = choose.randrange(7)
+                can_lose = sorted({a for what, a in history if what == "run"} - set(pinned))
+                if can_lose and choose.random() < 0.4:
+                    victim = choose.choice(can_lose)
+                    slots.lose(victim)
+                    history = [entry for entry in history if entry[1] != victim]
+                elif slots.fits(adapter_id):
+                    slots.take(adapter_id)
+                    history += [("take", adapter_id)] if adapter_id else []
+
+                has_slot = {a for _, a in history}
+                runs = Counter(a for what, a in history if what == "run" and a not in pinned)
+                assert (set(slots.holders()), dict(slots.evictable())) == (has_slot, dict(runs)), history
+                for asked in range(7):
+                    is_free = asked == 0 or asked in has_slot or max_loras > len(has_slot)
+                    assert slots.fits(asked) is is_free, f"{asked} of {max_loras}: {history}"
 
 
 def test_the_first_batch_is_the_first_in_line_of_all_batches_that_can_be_placed():

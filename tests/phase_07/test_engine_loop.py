@@ -353,8 +353,10 @@ def test_a_step_is_counted_with_its_time_and_that_of_the_pass(world):
 
 
 def test_the_time_of_the_pass_is_that_from_launch_to_tokens(world, monkeypatch):
-    """By a clock that only the parts of a step move."""
+    """By a clock that only the parts of a step move, one of them a reload whose time has come."""
     engine = world.engine()
+    engine.add_lora(world.request(1))
+    engine.core.adapters.noted.add(1)
     now = [100.0]
     monkeypatch.setattr(engine.core, "clock", lambda: now[0])
 
@@ -366,9 +368,9 @@ def test_the_time_of_the_pass_is_that_from_launch_to_tokens(world, monkeypatch):
         return run
 
     parts = {
-        (engine.core, "_settle_adapters"): 16,
+        (engine.core.adapters, "settle"): 16,
         (engine.scheduler, "schedule"): 8,
-        (engine.core, "_prepare_adapters"): 32,
+        (engine.core.adapters, "prepare"): 32,
         (engine.runner, "launch_model"): 1,
         (engine.runner, "sample_tokens"): 2,
         (engine.scheduler, "update_from_output"): 4,

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from labs.kit.api import page_of
+from labs.kit.api import contract, page_of
 from labs.kit.commands import hunts
 from labs.kit.commands.shared import Number, choose, choose_one, console, only_hunt
 from labs.kit.hints import hints_of
@@ -39,6 +39,8 @@ def api(number: Number) -> None:
     exercise = choose_one(number)
     uses, entries = page_of(exercise)
     console.print(f"[bold]lab {number}: {escape(exercise.title)}[/]")
+    if promised := contract(exercise):
+        console.print(promised, markup=False)
     for function, sentence in uses.items():
         console.print(f"{function}: {sentence}", markup=False)
     where = ""

@@ -2,7 +2,8 @@
 
 While an exercise's tests run the calls of its functions are watched (`watching`), by three checks:
 
-`shared_memory`   a call leaves its arguments as they were, and its result and its object do not hold them
+`shared_memory`   a call leaves its arguments as they were, and its result and its object do not hold them; a helper
+                  that the learner has added may do as it likes with what its caller gives it
 `faults`          each call that a body makes raises once: the error comes out, and nothing is left behind
 `memory`          a second call, with other arguments, gives what it would give as the first of a process
 
@@ -38,7 +39,7 @@ class GenericChecks:
     def __init__(self, exercise: Exercise, source: Source | None, can_fork: bool) -> None:
         table = Table(exercise.number)
         self.watch = Watch(exercise, source)
-        self.checks: list[Check] = [SharedMemory(table)]
+        self.checks: list[Check] = [SharedMemory(self.watch, table)]
         if can_fork:
             self.checks = [Memory(self.watch), *self.checks, Faults(self.watch, table)]
         self.watch.observers = list(self.checks)

@@ -6,7 +6,8 @@ call lie where those of the one before lay: a list is the same list with other c
 another one had it, and `id()` says so too. Each call is also made with its numbers changed. So what is remembered by an
 id, by an address, in a default argument or in a module gives an answer of before, and is seen.
 
-Ours is the measure. A method is called on one object for all of its calls where our own leaves that as it is.
+Ours is the measure. A method is called on one object for all of its calls where our own leaves that as it is. Of a
+class that the learner has designed the methods are their own measure.
 """
 
 import inspect
@@ -145,13 +146,15 @@ class Replay:
         self.steps = [
             Step(number, is_changed) for number in range(len(calls)) for is_changed in (False, True)
         ]
+        bodies = watch.bodies
+        self.has_ours = bodies.ours(self.watched) is not None or not bodies.has(self.watched)
         self.one_self = False
         self.one_self = self.watched.is_method and bool(in_fork(self._leaves_self_alone))
 
     def first_wrong(self) -> tuple[Step, str] | None:
         """A call, and what is wrong with it."""
         at = self._first_differing(ours=False)
-        if at is None or self._first_differing(ours=True) is not None:
+        if at is None or (self.has_ours and self._first_differing(ours=True) is not None):
             return None
         step = self._row()[at]
         alone = in_fork(partial(self._alone, step, ours=False, in_words=True))

@@ -25,7 +25,7 @@ from labs.kit.generic.snapshots import (
     snapshot,
 )
 from labs.kit.generic.table import Table
-from labs.kit.generic.watching import MADE_BY, Call
+from labs.kit.generic.watching import MADE_BY, Call, Watch
 
 LOOKED_INTO = 2  # calls of a function in a test of which the objects are searched for what they share
 
@@ -35,11 +35,14 @@ class SharedMemory:
 
     title = "test_arguments_stay_as_they_were_and_nobody_else_holds_them"
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, watch: Watch, table: Table) -> None:
+        self.watch, self.table = watch, table
         self.found: list[tuple[Call, str]] = []
 
     def before(self, call: Call) -> "_Before | None":
+        """None for a helper of the learner's: what it is given is its caller's, who is looked at."""
+        if not self.watch.bodies.has(call.watched):
+            return None
         try:
             return _Before(snapshot(self._data(call), deep=False), *self._held(call))
         except TooLarge:

@@ -254,9 +254,22 @@ class Bodies:
         return _made(self._codes[False][watched.qualname], watched)
 
     def ours(self, watched: Watched) -> FunctionType | None:
-        """None for a function that only the learner has."""
+        """None for a function that only the learner has, and for a method of a class that the learner has designed.
+
+        What our method does to the attributes of another design says nothing.
+        """
+        if self.exercise.is_blank and "." in watched.qualname and self._makes(watched.qualname):
+            return None
         code = self._codes[True].get(watched.qualname)
         return code and _made(code, watched)
+
+    def has(self, watched: Watched) -> bool:
+        """Whether the exercise asks for this function; else it is a helper of the learner's."""
+        return watched.qualname in self._codes[True]
+
+    def _makes(self, qualname: str) -> bool:
+        """Whether the class of a method is made in the exercise as a whole."""
+        return f"{qualname.rpartition('.')[0]}.__init__" in self._codes[True]
 
 
 def _marked(source: Source, exercise: Exercise) -> dict[str, CodeType]:
