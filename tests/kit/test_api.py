@@ -34,7 +34,7 @@ def test_what_the_step_needs_is_there():
     for name in ("_settle_adapters(", "_prepare_adapters(", "_launch(", "_sample(", "_finish(", "schedule()"):
         assert name in page
     assert "update_from_output(" in page
-    assert " _step(" not in page, "it is what is asked for, and its contract stands in the starter"
+    assert " _step(" not in page, "it is what is asked for, and a contract says what it promises"
 
 
 def test_sentences_about_what_to_use_come_first():
