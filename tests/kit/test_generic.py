@@ -160,6 +160,11 @@ RIGHT = {
         "return [slot_of_id[adapter] for adapter in ids]",
         "memo[key] = tuple(slot_of_id[adapter] for adapter in ids)\n    return list(memo[key])",
     ),
+    "3.4 a helper that fills what it is given": (
+        "    return runs\n",
+        "    rows = []\n    _fill(rows, runs)\n    return rows\n\n\n"
+        "def _fill(rows, runs):\n    rows.extend(runs)\n",
+    ),
     "5.2 the table first, and put back": (
         "self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
         "self.tiers.slots.put(lora_id, slot)\n"

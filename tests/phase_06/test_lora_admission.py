@@ -109,6 +109,7 @@ def test_before_the_first_step_nobody_has_a_slot():
 
     assert (set(slots.holders()), dict(slots.evictable())) == (set(), {})
     assert [slots.fits(adapter_id) for adapter_id in (0, 1)] == [True, True]
+    assert [slots.never_fits(adapter_id) for adapter_id in (0, 1)] == [False, False]
 
 
 def test_counting_sees_every_running_adapter_and_every_pin():

@@ -283,6 +283,27 @@ def test_everybody_who_ends_in_a_dropped_step_is_answered(world):
     assert all(output.finished for output in outputs)
 
 
+def test_a_row_that_cannot_be_sampled_ends_its_request_and_no_other(world, monkeypatch):
+    engine = world.engine()
+    for name in ("good", "bad"):
+        engine.add_request(name, [5, 6, 7], greedy(2))
+    sample = engine.runner.sample_tokens
+
+    def without_bad(step):
+        sampled = sample(step)
+        if sampled.pop("bad", None) is not None:
+            step.errors["bad"] = ValueError("no number in this row")
+        return sampled
+
+    monkeypatch.setattr(engine.runner, "sample_tokens", without_bad)
+
+    outputs = run(engine)
+
+    assert [output.outputs[0].finish_reason for output in outputs["bad"]] == ["error"]
+    assert "no number in this row" in outputs["bad"][0].error
+    assert [len(output.outputs[0].token_ids) for output in outputs["good"]] == [1, 2]
+
+
 def test_adapters_for_the_next_step_are_copied_while_this_one_runs(world, monkeypatch):
     engine = world.engine()
     log = []
