@@ -35,6 +35,7 @@ class LoRAAdmission:
     want the same slot have it in turns.
 
     slots    whose the slots are in the step that is being scheduled
+    taken    adapters that have a slot, or for which one is kept: noted, since each adapter in line is held against it
     pinned   adapters whose slots are nobody else's, whether their requests run or not
     """
 
@@ -44,12 +45,14 @@ class LoRAAdmission:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.held: dict[int, int] = {}
         self.pinned: set[int] = set()
+        self.taken: set[int] = set()
         self.slots = LoRASlots(max_loras)
 
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
         """As `LoRASlots.begin_step`; the clocks run on."""
         self.pinned = set(pinned)
         self.slots.begin_step(running, self.pinned)
+        self.taken = self.slots.holders()
 
     def fits(self, adapter_id: int) -> bool:
         """As `LoRASlots.fits`."""
@@ -58,15 +61,12 @@ class LoRAAdmission:
     def take(self, adapter_id: int) -> None:
         """As `LoRASlots.take`."""
         self.slots.take(adapter_id)
+        if adapter_id and adapter_id not in self.taken:
+            self.taken = self.slots.holders()
 
     def never_fits(self, adapter_id: int) -> bool:
         """As `LoRASlots.never_fits`."""
         return self.slots.never_fits(adapter_id)
-
-    @property
-    def taken(self) -> set[int]:
-        """Adapters that have a slot, or for which one is kept."""
-        return self.slots.holders()
 
     def pass_over(self, adapter_id: int) -> None:
         """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
@@ -115,5 +115,6 @@ class LoRAAdmission:
     def _lose_slot(self, adapter_id: int) -> int:
         """Its slot is free, and its wait begins; gives the id back."""
         self.slots.lose(adapter_id)
+        self.taken = self.slots.holders()
         self.waiting.begin_wait(adapter_id)
         return adapter_id
