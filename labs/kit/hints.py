@@ -1,10 +1,9 @@
 """What the course says about an exercise: its track, how long it takes, and three hints."""
 
 import tomllib
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from labs.kit.regions import ROOT, Exercise, LabError
+from labs.kit.regions import ROOT, Exercise, LabError, hint_tables
 
 
 class Hints(NamedTuple):
@@ -20,19 +19,13 @@ class Hints(NamedTuple):
     track: str = "core"
 
 
-@cache
-def _tables(text: str) -> dict[str, Any]:
-    """Of a hints.toml, of which each exercise of a phase asks."""
-    return tomllib.loads(text)
-
-
 def hints_of(exercise: Exercise) -> Hints | None:
     """None where nobody has written any. LabError for a file that is not as it should be."""
     path = ROOT / "labs" / exercise.phase / "hints.toml"
     if not path.is_file():
         return None
     try:
-        table = _tables(path.read_text(encoding="utf-8")).get(exercise.number)
+        table = hint_tables(path.read_text(encoding="utf-8")).get(exercise.number)
         return table and Hints(table["minutes"], table["hints"], table.get("track", "core"))
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise LabError(f"{path.relative_to(ROOT)}: {error}") from None

@@ -340,15 +340,19 @@ def _parsed(code: str) -> ast.Module:
         raise LabError(f"it does not parse, {error.msg}") from None
 
 
+def _named(name: str, code: str) -> Function | ast.ClassDef | None:
+    """The function or class of that name; of several the last, which is the one that counts."""
+    found = (node for node in reversed(_parsed(code).body) if isinstance(node, Function | ast.ClassDef))
+    return next((node for node in found if node.name == name), None)
+
+
 def _on_blank_page(code: str, fresh: ast.Module, lines: list[str], region: Region) -> str:
     """The starter with the code as the region's. LabError when it has not what the engine calls."""
     (called,) = definitions_in(fresh, region)
-    there = {node.name: node for node in _parsed(code).body if isinstance(node, Function | ast.ClassDef)}
-    if called.name not in there and region.exercise in AROUND:
-        inside = textwrap.indent(code.strip("\n"), "    ")
-        code = AROUND[region.exercise].replace(_ANSWER, inside)
-        there = {node.name: node for node in _parsed(code).body if isinstance(node, Function | ast.ClassDef)}
-    mine = there.get(called.name)
+    mine = _named(called.name, code)
+    if mine is None and region.exercise in AROUND:
+        code = AROUND[region.exercise].replace(_ANSWER, textwrap.indent(code.strip("\n"), "    "))
+        mine = _named(called.name, code)
     if mine is None or type(mine) is not type(called):
         raise LabError(f"{called.name} is not in it now")
     if isinstance(called, Function) and _signature(mine) != _signature(called):

@@ -188,9 +188,15 @@ def read_blanks(root: Path = ROOT) -> frozenset[str]:
 def _hint_entries(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted((root / "labs").glob("[01]*/hints.toml")):
         try:
-            yield from tomllib.loads(path.read_text(encoding="utf-8")).items()
+            yield from hint_tables(path.read_text(encoding="utf-8")).items()
         except tomllib.TOMLDecodeError as error:
             raise LabError(f"{path.relative_to(root)}: {error}") from None
+
+
+@cache
+def hint_tables(text: str) -> dict[str, dict[str, Any]]:
+    """Exercise -> what a hints.toml says of it: each of a phase's exercises asks, for one thing or another."""
+    return tomllib.loads(text)
 
 
 def contract_of(number: str) -> Path:
