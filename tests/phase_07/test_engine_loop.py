@@ -76,14 +76,20 @@ def test_a_step_is_launched_as_its_class_says(world, monkeypatch):
     assert len(launched) == 1, f"`_launch` was called {len(launched)} times for a step that computes 2 tokens"
 
 
-def test_listeners_hear_of_a_step_while_it_runs(world, monkeypatch):
-    engine = world.engine()
+def logged_passes(engine, monkeypatch):
+    """A list that grows by `launch_model` and `sample_tokens`, each when it is called."""
     log = []
     for name in ("launch_model", "sample_tokens"):
         function = getattr(engine.runner, name)
         monkeypatch.setattr(
             engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
         )
+    return log
+
+
+def test_listeners_hear_of_a_step_while_it_runs(world, monkeypatch):
+    engine = world.engine()
+    log = logged_passes(engine, monkeypatch)
     for name in ("first", "second"):
         engine.listeners.append(
             lambda scheduled, name=name: log.append(f"{name} of {len(scheduled.scheduled)}")
@@ -306,12 +312,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_request_and_no_other(world, monke
 
 def test_adapters_for_the_next_step_are_copied_while_this_one_runs(world, monkeypatch):
     engine = world.engine()
-    log = []
-    for name in ("launch_model", "sample_tokens"):
-        function = getattr(engine.runner, name)
-        monkeypatch.setattr(
-            engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
-        )
+    log = logged_passes(engine, monkeypatch)
     monkeypatch.setattr(engine.runner, "prefetch_lora", lambda adapter_id: log.append(f"copy {adapter_id}"))
     engine.scheduler.can_prefetch = lambda adapter_id: adapter_id in (1, 2)
     engine.add_request("runs", [5, 6], greedy(3))

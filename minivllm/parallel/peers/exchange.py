@@ -91,9 +91,8 @@ def receive(
         if more_place is not None:  # so few that every warp looks at all of them
             more = tl.load(more_ptrs, mask=more_inside, other=0, volatile=True)
             is_missing |= tl.max(((more == 0) & more_inside & (stop == 0)).to(tl.int32))
-        missing = tl.max(
-            is_missing
-        )  # over all threads of the program, so all of them leave the loop together
+        # Over all threads of the program, so all of them leave the loop together.
+        missing = tl.max(is_missing)
         looks += 1
         if looks % LOOKS == 0:
             # Threads may read it before and after it is set; those that have read it wait for the others.
