@@ -20,7 +20,8 @@ class LoRALayerWeights:
     lora_a        (r, K) as PEFT stores it, no transpose; None until it is read
     lora_b        (N, r) likewise
     scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
-    beside        what an option found beside A and B, by the option's name, ready for a slot: (rows, columns) each
+    beside        what the adapter has for the module beside A and B, such as a bias: name of the option that found it
+                  -> tensor (rows, columns), ready for a slot; {} for a plain adapter
     """
 
     is_packed: ClassVar[bool] = False  # vLLM: the same name

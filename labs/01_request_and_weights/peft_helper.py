@@ -55,8 +55,10 @@ class PEFTHelper:
     one place that computes it is `scaling(module_name, rank)`. The adapter's tensors tell which modules it has, not the
     config.
 
+    An option is something that an adapter may have beyond A and B, such as a bias on B (`extensions.AdapterOption`).
+
     config     all that the file says: `validate_legal` and options read more of it
-    extensions  whose options read the adapter, its config, its tensors and its files
+    extensions  the engine's options, which read the adapter's config, tensors and files, and what else it was given
     beside     what options found in it, by the option's name; {} for a plain adapter
     pattern_name   module name -> the name that patterns know; an option may say that they differ
     key        the same for configs by which tensors of the same names and shapes are read alike
@@ -152,9 +154,9 @@ class PEFTHelper:
     def _matches(self, key: str, module_name: str) -> bool:
         """Whether PEFT would apply this key of a pattern to a module.
 
-        The key is a regular expression for the end of the name, from where a part of the name begins: `q_proj` and
-        `self_attn.q_proj|o_proj` match `layers.0.self_attn.q_proj`, `proj` does not. ValueError for a key that takes
-        too long to match (`Patterns.match`).
+        The key is a regular expression for the end of the name, from where a part of the name begins. The module
+        `layers.0.self_attn.q_proj` is matched by `q_proj`, by `self_attn.q_proj` and by `q_proj|o_proj`, and not by
+        `proj` or `self_attn`. ValueError for a key that takes too long to match (`Patterns.match`).
         """
         raise Todo("lab 1.3: scaling of one module")
 

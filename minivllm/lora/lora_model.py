@@ -15,7 +15,7 @@ from minivllm.lora.names import WeightsMapper, is_left_out, parse_fine_tuned_lor
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.weights_files import find_weights_file, read_weights
 
-# Name in the model, name in training -> "lora_A", "lora_B" and what options read beside B, such as "bias".
+# Name in the model, name in training -> "lora_A", "lora_B", and what the adapter has beside them, such as "bias".
 Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
 
 _load_ids = itertools.count(1)
@@ -191,10 +191,10 @@ def pair_up(
     weights_mapper: WeightsMapper | None = None,
     skip_prefixes: list[str] | None = None,
 ) -> Pairs:
-    """The A and B of every module together, and what options read beside B.
+    """The A and B of every module together, and what else belongs to them.
 
     The keys are (name in the model, name in training): with the mapper, and without it. A plain adapter has "lora_A"
-    and "lora_B" under each. What an option read comes under its kind, such as "bias".
+    and "lora_B" under each. A tensor of another kind (`read_tensor`), such as a bias on B, comes under its kind.
 
     tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are left out
     vocab_size       the width that the A of an embedding must have, None = any
@@ -232,12 +232,12 @@ def to_weights(
 ) -> dict[str, LoRALayerWeights]:
     """Module -> its weights. Ranks are the tensors' own, scalings the config's. All are judged before one is converted.
 
-    Of experts an option may read A as (E, r, K) and B as (E, N, r). Their rank is r, too.
+    A pair of E experts has A (E, r, K) and B (E, N, r). Its rank is r, too.
 
     dtype   None = leave
 
-    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled here, once it is
-    converted: a bias of 16 bits that is scaled in 16 bits has other numbers than PEFT's.
+    The scaling is noted, not applied to B: that is `optimize`'s work. All but A and B goes into `beside`, and
+    is scaled here, once it is converted: a bias of 16 bits that is scaled in 16 bits has other numbers than PEFT's.
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
     numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.

@@ -112,6 +112,22 @@ def test_a_chapter_holds_no_answer(path):
     assert shown & asked == set()
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("phases/*/README.md")), ids=short)
+def test_a_chapter_links_no_file_with_answers_before_its_labs(path):
+    """A module in which one of the phase's exercises is whole, or a page of solutions. Phase 00 is about its file."""
+    whole = {
+        ROOT / (exercise.module.replace(".", "/") + ".py")
+        for exercise in read_engine().values()
+        if exercise.phase == path.parent.name and exercise.phase != "00_one_file"
+    }
+    before = path.read_text().partition("\n## Labs\n")[0]
+
+    linked = {(path.parent / link.partition("#")[0]).resolve() for link in LINK.findall(before)}
+
+    assert linked & whole == set()
+    assert [page for page in linked if page.is_relative_to(ROOT / "solutions")] == []
+
+
 @pytest.mark.parametrize("path", BUILT, ids=short)
 def test_a_chapter_leads_through_vllms_source_and_a_test_proves_each_answer(path):
     section = path.read_text().split("### Reading vLLM\n")[1].partition("\n##")[0]
