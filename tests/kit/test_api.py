@@ -1,4 +1,4 @@
-"""`lab api`: signatures and docstrings of what an exercise may use, and no answer."""
+"""`lab api`: signatures and docstrings of what an exercise may use, that and no more, and no answer."""
 
 import ast
 
@@ -26,6 +26,39 @@ def test_no_line_of_code_is_shown(number):
                 for statement in function.body[1:] if ast.get_docstring(function) else function.body:
                     code = ast.unparse(statement).splitlines()[0]
                     assert len(code) < 25 or code not in page, f"{other.number}: {code}"
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_what_our_code_takes_of_other_modules_is_there(number):
+    """Functions and classes that it calls by a name it has imported from the engine."""
+    exercise, page = EXERCISES[number], text_of(number)
+    if exercise.is_blank:
+        return  # its contract says what there is
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(exercise.text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minivllm.")
+        for alias in node.names
+        if not alias.name.isupper()
+    }
+    called = {
+        node.func.id
+        for node in ast.walk(ast.parse(exercise.code()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+
+    assert [name for name in imported & called if name not in page] == []
+
+
+def test_a_page_is_no_longer_than_what_is_needed():
+    """Of a file of 230 lines that imports from eight others, 1.6 needs about a dozen functions and one class."""
+    page = text_of("1.6")
+
+    for name in ("read_tensor(", "is_left_out(", "check_pair(", "check_numbers(", "from_config(", "lora_b"):
+        assert name in page
+    for name in ("from_local_checkpoint", "clone(", "folder_sources", "read_weights", "validate_legal"):
+        assert name not in page
+    assert max(len(text_of(number).splitlines()) for number in EXERCISES) <= 100
 
 
 def test_what_the_step_needs_is_there():

@@ -35,7 +35,7 @@ def hint(number: Number) -> None:
 
 
 def api(number: Number) -> None:
-    """What an exercise may use: signatures and docstrings of what is around it, and no bodies."""
+    """What an exercise may use of the engine: signatures, what they are for, and no bodies."""
     exercise = choose_one(number)
     uses, entries = page_of(exercise)
     console.print(f"[bold]lab {number}: {escape(exercise.title)}[/]")
@@ -49,6 +49,8 @@ def api(number: Number) -> None:
             where = entry.where
             console.print(f"\n[bold]{escape(where)}[/]")
         console.print(entry.text, markup=False)
+    if not (promised or uses or entries):
+        console.print("It needs nothing of the engine: Python and PyTorch are enough.")
 
 
 def diff(
