@@ -29,6 +29,23 @@ def mark(exercise: Exercise) -> str:
     return MARKS.get(track_of(exercise), "")
 
 
+def label(track: str) -> str:
+    """What a path is called: "core path", "side tracks"."""
+    return TRACKS[track].removeprefix("on ").removeprefix("the ")
+
+
+def named(exercise: Exercise) -> str:
+    """The exercise as it is proposed: number, title, whether it is beside the path, minutes."""
+    hints = hints_of(exercise)
+    minutes = f", about {hints.minutes} minutes" if hints else ""
+    return f"lab {exercise.number}, {exercise.title}{mark(exercise)}{minutes}"
+
+
+def is_needed(exercise: Exercise) -> bool:
+    """Whether its phase is not done without it: side tracks may be left alone."""
+    return track_of(exercise) != "side"
+
+
 def counts(states: list[tuple[str, bool]]) -> dict[str, tuple[int, int]]:
     """Track -> (how many are solved, how many there are).   states: (track, whether solved) of every exercise"""
     found = {}

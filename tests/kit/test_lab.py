@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from checkout import Checkout
 
+from labs.kit.commands.check import say_what_is_next
 from labs.kit.commands.overview import say_next
 from labs.kit.path import next_of, track_of
 from labs.kit.regions import ROOT, read_engine
@@ -71,6 +72,35 @@ def test_the_path_shows_what_is_solved_and_what_comes_next(checkout):
     assert "\n  ~ 1.1 " in said
     assert "\n  · 3.3 " in said
     assert "Next: lab 1.1" in said
+
+
+def test_a_pass_names_the_next_exercise_and_says_when_a_phase_is_done(capsys):
+    class Solved:
+        def __init__(self, *numbers):
+            self.numbers, self.last = numbers, numbers[-1]
+
+        def state(self, exercise):
+            return "passed" if exercise.number in self.numbers else "todo"
+
+    exercises = read_engine()
+    core = ["1.2", "1.3", "1.4", "1.5", "1.6"]
+
+    say_what_is_next([exercises["1.3"]], Solved("1.2", "1.3"))
+    amid = capsys.readouterr().out
+    say_what_is_next([exercises["1.6"]], Solved(*core))
+    at_the_end = capsys.readouterr().out
+
+    assert amid == "Next: lab 1.4, fold the scaling into B, once, about 10 minutes\n"
+    assert at_the_end.startswith(
+        "Phase 01 is done, and its side tracks are yours to take or leave.\nNext: lab 2.1,"
+    )
+
+
+def test_the_path_says_of_each_phase_on_which_path_it_is(checkout):
+    said = checkout.lab().stdout
+
+    assert "\n03_cpu_punica  core path, 0 of 5\n" in said
+    assert "\n04_triton_sgmv  kernel path, 0 of 4\n" in said
 
 
 def test_commands_of_instructors_and_maintainers_stand_apart_from_a_learners(checkout):
@@ -262,13 +292,20 @@ def test_a_hint_is_offered_for_what_was_begun_and_for_no_untouched_side_track(ch
     checkout.solve("3.1", "3.2", "3.5", "3.6")
     checkout.answer("3.4", ("start = row", "start = row + 1"))
 
-    failing = checkout.lab("check", "3").stdout
+    failing = checkout.lab("check", "3")
     checkout.solve("3.4")
-    solved = checkout.lab("check", "3").stdout
+    solved = checkout.lab("check", "3")
 
-    assert "stuck? lab hint 3.4\n" in failing
-    assert "5 passed, 0 failed, 1 TODO" in solved
-    assert "stuck?" not in solved
+    assert "stuck? lab hint 3.4\n" in failing.stdout
+    assert "is done" not in failing.stdout
+    assert failing.returncode == 1
+    assert "core path: 5 passed, 0 failed, 0 TODO\nside tracks: 0 passed, 0 failed, 1 TODO\n" in solved.stdout
+    assert "stuck?" not in solved.stdout
+    assert (
+        "Phase 03 is done, and its side tracks are yours to take or leave.\nNext: lab 5.1," in solved.stdout
+    )
+    assert solved.returncode == 0
+    assert "03_cpu_punica  core path, 5 of 5 ✓ done\n" in checkout.lab().stdout
     assert "stuck? lab hint 3.3\n" in checkout.lab("check", "3.3").stdout
 
 
@@ -373,7 +410,9 @@ def test_code_of_ours_that_python_cannot_read_is_named_and_commands_go_on(commit
         assert result.stderr.count("\n") == 1
     assert [result.returncode for result in said] == [0, 0, 0, 1]
     assert "Next: lab 0.1" in said[0].stdout
-    assert "0 passed, 0 failed, 6 TODO" in said[3].stdout
+    assert (
+        "core path: 0 passed, 0 failed, 5 TODO\nside tracks: 0 passed, 0 failed, 1 TODO\n" in said[3].stdout
+    )
     assert from_doctor.stdout.startswith(f"False minivllm/lora/mapping.py:{line}: ")
 
 

@@ -16,7 +16,7 @@ from labs.kit.commands import hunts
 from labs.kit.commands.run import environment
 from labs.kit.commands.shared import SIGNS, WIPE, Number, Which, choose, choose_one, console
 from labs.kit.hunt import choose_hunts, is_hunt
-from labs.kit.path import mark, track_of
+from labs.kit.path import TRACKS, is_needed, label, mark, named, next_of, track_of
 from labs.kit.progress import Progress, digest, is_untouched, learners_exercise, place, shown
 from labs.kit.regions import ROOT, Exercise
 
@@ -33,7 +33,7 @@ Pdb = Annotated[
 
 
 def check(which: Which = None, trace: Trace = False, pdb: Pdb = False) -> None:
-    """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    """Run the tests of exercises on your code. Exit status 1 unless all pass, but for side tracks not begun."""
     if pdb:
         raise typer.Exit(debug(choose_one(which or "")))
     if is_hunt(which):
@@ -61,7 +61,10 @@ def debug(exercise: Exercise) -> int:
 
 
 def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
-    """Grade, say what came out, remember what passed; whether all did."""
+    """Grade, say what came out, remember what passed; whether all did that have to.
+
+    Of several exercises a side track that nobody has begun has to do nothing.
+    """
     from labs.kit.grade import grade
 
     progress, states = Progress(), {}
@@ -74,8 +77,7 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
         if result.state == "passed":
             progress.remember(result.exercise.number, result.digest)
     if len(chosen) > 1:
-        counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
-        console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")
+        say_counts(chosen, states)
     left = [exercise for exercise in chosen if states[exercise.number] != "passed"]
     if stuck := stuck_at(left, alone=len(chosen) == 1):
         console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
@@ -89,7 +91,34 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
         if track_of(chosen[0]) != "side":
             console.print(f"[dim]lab demo {number} shows what it changes[/]")
         console.print(f"[dim]lab diff {number} shows your code beside ours[/]")
-    return not left
+    needed = [e for e in left if len(chosen) == 1 or is_needed(e) or not is_untouched(e)]
+    if not needed:
+        say_what_is_next(chosen, progress)
+    return not needed
+
+
+def say_counts(chosen: list[Exercise], states: dict[str, str]) -> None:
+    """A line for each path on which some of them are, for a newcomer need not go all of these."""
+    on = {track: [states[e.number] for e in chosen if track_of(e) == track] for track in TRACKS}
+    on = {track: found for track, found in on.items() if found}
+    for track, found in on.items():
+        whose = f"{label(track)}: " * (len(on) > 1)
+        passed, failed, todo = map(found.count, ("passed", "failed", "todo"))
+        console.print(f"{whose}{passed} passed, {failed} failed, {todo} TODO")
+
+
+def say_what_is_next(passed: list[Exercise], progress: Progress) -> None:
+    """After a pass: whether a phase is done with it, and the exercise that follows on the learner's path."""
+    exercises = choose(None)
+    states = {exercise.number: progress.state(exercise) for exercise in exercises}
+    for phase in dict.fromkeys(exercise.phase for exercise in passed if is_needed(exercise)):
+        own = [exercise for exercise in exercises if exercise.phase == phase]
+        if all(states[exercise.number] == "passed" for exercise in own if is_needed(exercise)):
+            beside = "" if all(map(is_needed, own)) else ", and its side tracks are yours to take or leave"
+            console.print(f"[green]Phase {phase[:2]} is done[/]{beside}.")
+    following = next_of(exercises, states, progress.last)
+    said = named(following) if following else "nothing more on the core path; lab shows what else there is"
+    console.print(f"Next: {escape(said)}")
 
 
 def stuck_at(left: list[Exercise], alone: bool) -> Exercise | None:

@@ -7,9 +7,8 @@ from rich.markup import escape
 from labs.kit.commands import hunts, opened
 from labs.kit.commands.shared import SIGNS, choose, console
 from labs.kit.engine_state import complaint, edited
-from labs.kit.hints import hints_of
 from labs.kit.migrate import strays
-from labs.kit.path import TRACKS, counts, mark, next_of, track_of
+from labs.kit.path import TRACKS, counts, is_needed, label, mark, named, next_of, track_of
 from labs.kit.progress import Progress, place, shown
 from labs.kit.regions import Exercise
 
@@ -40,10 +39,15 @@ def overview(context: typer.Context) -> None:
     console.print(f"{', '.join(said)} solved.")
     console.print(
         "✓ solved  ~ started or changed since  · TODO  (a number that is missing is not in use any more)\n"
+        "A phase is done when all but its side tracks are solved. The core path leads to the engine.\n"
     )
     for phase in dict.fromkeys(exercise.phase for exercise in exercises):
-        console.print(f"[bold]{phase}[/]")
-        for exercise in (e for e in exercises if e.phase == phase):
+        own = [exercise for exercise in exercises if exercise.phase == phase]
+        solved_of = [states[exercise.number] == "passed" for exercise in own if is_needed(exercise)]
+        is_done = f" {SIGNS['passed']} done" * all(solved_of)
+        path = label(next(track_of(exercise) for exercise in own if is_needed(exercise)))
+        console.print(f"[bold]{phase}[/]  {path}, {sum(solved_of)} of {len(solved_of)}{is_done}")
+        for exercise in own:
             title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
     hunts.say_count()
@@ -83,9 +87,7 @@ def say_next(exercise: Exercise | None) -> None:
         now = WHAT_NOW.format(paths=other_paths(choose(None)))
         console.print(f"[green]The core path is done.[/] An engine runs on your code. What now:\n{now}")
         return
-    hints = hints_of(exercise)
-    minutes = f", about {hints.minutes} minutes" if hints else ""
-    console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{mark(exercise)}{minutes}")
+    console.print(f"Next: {escape(named(exercise))}")
     console.print(f"  read:  phases/{exercise.phase}/README.md\n  write: {place(exercise)}")
     number = exercise.number
     console.print(f"  lab check {number}    lab hint {number}    lab api {number}")
