@@ -15,7 +15,6 @@ from minivllm import LLM, LLMEngine, LoRARequest
 from minivllm.lora.events import LoRAEvent
 from tests.tools import house
 from tests.tools.watching import Calls, FirstProduct
-from tests.worlds.demo import adapter_folder, demo_base
 from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -41,12 +40,9 @@ AROUND = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path, Path]:
-    """A base model, an adapter on the seven linears and another one: the demo's, or tiny ones without it."""
-    try:
-        return demo_base(), adapter_folder("sql"), adapter_folder("json")
-    except ModuleNotFoundError:
-        world = tiny_world(tmp_path_factory)
-        return world.base, world.path("all"), world.path("mlp")
+    """A base model, an adapter on the seven linears and another one."""
+    world = tiny_world(tmp_path_factory)
+    return world.base, world.path("all"), world.path("mlp")
 
 
 def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> dict[str, Calls]:

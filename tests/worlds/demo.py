@@ -69,6 +69,7 @@ class DemoOracle(Oracle):
 NUM_TOKENS = 12
 OPTIONS = {
     "dtype": "float32",
+    "device": "cpu",
     "enable_lora": True,
     "max_loras": 2,  # four adapters share them
     "max_cpu_loras": 3,
@@ -94,20 +95,25 @@ print(json.dumps([[output.outputs[0].token_ids for output in outputs], sys.modul
 """
 
 
-def pairs():
-    """(adapter or None, prompt), one of each adapter and four of base."""
-    return task_prompts(1)
+def asked(pairs=None, base=None, folders=None, options=None):
+    """What `SCRIPT` reads from stdin. It writes tokens, the package's file, and the names of its modules.
 
-
-def asked():
-    """What `SCRIPT` reads from stdin. It writes tokens, the package's file, and the names of its modules."""
-    ids = {name: number for number, name in enumerate(NAMES, 1)}
+    pairs     (adapter or None, prompt); without them one of each of the demo's adapters, and four of base
+    base      the model's folder, and of its adapters: the demo's, if there is none
+    options   of the engine, beside `OPTIONS`
+    """
+    base = base or demo_base()
+    folders = folders or {name: adapter_folder(name) for name in NAMES}
+    pairs = pairs or task_prompts(1)
+    ids = {name: number for number, name in enumerate(folders, 1)}
     return {
-        "base": str(demo_base()),
-        "options": OPTIONS,
+        "base": str(base),
+        "options": {**OPTIONS, **(options or {})},
         "num_tokens": NUM_TOKENS,
-        "prompts": [prompt for _, prompt in pairs()],
-        "loras": [(name, ids.get(name), name and str(adapter_folder(name))) for name, _ in pairs()],
+        "prompts": [
+            prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for _, prompt in pairs
+        ],
+        "loras": [(name, ids.get(name), name and str(folders[name])) for name, _ in pairs],
     }
 
 
