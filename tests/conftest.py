@@ -1,9 +1,11 @@
 """What every test relies on."""
 
+import functools
 import gc
 import logging
 import os
 import signal
+import ssl
 
 import pytest
 import torch
@@ -28,6 +30,9 @@ torch.set_num_threads(1)
 # Without a GPU the Triton kernels run through its interpreter, which must be chosen before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# httpx reads the certificates of all authorities for each call without a client, and no test speaks https.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # Python's own 700 have the garbage collector look so often that a tenth of the tests' time goes there.
 gc.set_threshold(50_000, 10, 10)

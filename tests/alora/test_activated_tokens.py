@@ -5,6 +5,8 @@ import random
 import pytest
 from activated_world import activated_world, serve
 
+from tests.tools.nights import by_day
+
 VARIANTS = ["llama-llama3-rope", "mistral-one-kv-head", "qwen2-tied", "qwen3-wide-heads"]
 SETTINGS = {
     "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
@@ -18,7 +20,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", by_day(SETTINGS))
 def test_are_those_of_peft_in_a_batch_with_all_others(tmp_path_factory, setting):
     number = list(SETTINGS).index(setting)
     world = activated_world(tmp_path_factory, VARIANTS[number % 2])
@@ -29,6 +31,7 @@ def test_are_those_of_peft_in_a_batch_with_all_others(tmp_path_factory, setting)
     assert world.check_answers(asked) > 150
 
 
+@pytest.mark.nightly
 def test_are_those_of_peft_on_two_ranks_too(tmp_path_factory):
     world = activated_world(tmp_path_factory)
     engine = world.engine(tensor_parallel_size=2, threads=1, max_loras=3, num_kv_blocks=120)

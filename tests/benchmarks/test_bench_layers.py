@@ -127,6 +127,7 @@ def test_an_implementation_that_is_not_there_is_refused_with_those_that_are(spec
         layers.load_impl(spec)
 
 
+@pytest.mark.nightly
 def test_a_block_is_its_linears_with_norms_rotary_and_activation(tmp_path):
     path = tmp_path / "block.json"
     impls = ["--impl", "benchmarks.impls:paged", "--impl", "test_bench_layers:without_adapters"]

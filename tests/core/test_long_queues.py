@@ -13,6 +13,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.observe.recorder import Skip, WatchedLine, skips
 from minivllm.sampling_params import SamplingParams
 from tests.oracles.scheduler import World
+from tests.tools.nights import by_day
 
 NUM_WAITING, NUM_ADAPTERS = 20_000, 2_000
 
@@ -171,7 +172,7 @@ def told(scheduler, output):
     }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", by_day(range(40)))
 def test_every_decision_is_that_of_a_walk_past_all_who_wait(seed, monkeypatch):
     """Two worlds with one history, one of which walks. Many adapters, so that most of them wait."""
     monkeypatch.setattr("test_scheduler_histories.NUM_ADAPTERS", [3, 12, 40][seed % 3])

@@ -11,6 +11,7 @@ import pytest
 from minivllm.core.request import RequestStatus
 from minivllm.observe.reports import scheduler_stats
 from tests.oracles.scheduler import World
+from tests.tools.nights import by_day
 
 NUM_ADAPTERS = 5
 
@@ -56,7 +57,7 @@ def disturb(world, rng):
             world.finish_step(output)
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", by_day(range(48)))
 def test_every_request_ends_with_the_tokens_it_would_get_alone(seed):
     rng = random.Random(seed)
     world = random_world(rng)

@@ -5,13 +5,14 @@ import random
 import pytest
 from dora_world import dora_world, serve
 
+from tests.tools.nights import by_day
 from tests.worlds.settings import SETTINGS
 
 VARIANTS = ["llama-llama3-rope", "llama-linear-rope-biases-tied", "qwen2-tied", "phi3-fused"]
 SETTINGS = {**SETTINGS, "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6}}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", by_day(SETTINGS))
 def test_are_those_of_peft_in_a_batch_with_all_others(tmp_path_factory, setting):
     world = dora_world(tmp_path_factory, VARIANTS[list(SETTINGS).index(setting) % 2])
     engine = world.engine(**{"num_kv_blocks": 120, **SETTINGS[setting]})

@@ -1,7 +1,7 @@
 """vLLM's example of offline multi-LoRA inference: its calls, names and arguments serve the demo model here.
 
 The calls are those of examples/offline_inference/multilora_inference.py (v0.22.1). Imports, model and adapter differ,
-and answers are shorter: 20 tokens, not 128.
+and answers are shorter: 8 tokens, not 128.
 """
 
 import gc
@@ -23,12 +23,12 @@ ADAPTER = "bullets"  # its rank is 8, all that the example's engine takes
 
 
 def create_test_prompts(lora_path: str) -> list[tuple[str, SamplingParams, LoRARequest | None]]:
-    greedy = {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 20}
+    greedy = {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 8}
     return [
         ("A robot may not injure a human being", SamplingParams(**greedy), None),
         (
             "To be or not to be,",
-            SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=20),
+            SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=8),
             None,
         ),
         (
@@ -44,7 +44,7 @@ def create_test_prompts(lora_path: str) -> list[tuple[str, SamplingParams, LoRAR
         # Of earlier versions of the example.
         (
             "To be or not to be,",
-            SamplingParams(n=3, temperature=0.8, top_p=0.95, max_tokens=12),
+            SamplingParams(n=3, temperature=0.8, top_p=0.95, max_tokens=6),
             LoRARequest("sql-lora", 1, lora_path),
         ),
     ]

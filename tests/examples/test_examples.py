@@ -54,6 +54,7 @@ def test_basic_answers_with_the_adapter_and_not_without(right):
 
 
 class TestOnOneEngine:
+    @pytest.mark.nightly
     def test_several_adapters_answer_in_one_batch_and_one_is_unloaded(self, engine, right):
         answers = several_adapters.main(engine)
 
@@ -88,6 +89,7 @@ class TestOnOneEngine:
         assert all(0 < ms < 60_000 for ms in stats["avg_forward_ms"].values())
         assert stats["peak_memory_mb"]["process"] > 500
 
+    @pytest.mark.nightly
     def test_the_debug_report_has_what_was_refused(self, engine, tmp_path, capsys):
         level = logging.getLogger("minivllm.lora").level
 
@@ -120,13 +122,14 @@ class TestOnOneEngine:
         assert told["after"] <= told["before"] / 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "served"),
     [
         ("memory", ["bullets"]),
-        pytest.param("latency", ["json", "sql", "bullets"], marks=pytest.mark.nightly),
-        pytest.param("throughput", list(NAMES), marks=pytest.mark.nightly),
-        pytest.param("production", list(NAMES), marks=pytest.mark.nightly),
+        ("latency", ["json", "sql", "bullets"]),
+        ("throughput", list(NAMES)),
+        ("production", list(NAMES)),
     ],
 )
 def test_a_preset_takes_what_was_predicted_and_serves_the_ranks_it_has_room_for(name, served):
@@ -143,6 +146,7 @@ def test_adapters_answer_alike_on_a_base_in_int8(right):
     assert answers["dates"] == right["dates"] and answers["sql"] == right["sql"]
 
 
+@pytest.mark.nightly
 def test_the_web_server_loads_answers_lists_and_unloads(right):
     from fastapi.testclient import TestClient
 

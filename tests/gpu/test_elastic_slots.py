@@ -103,6 +103,7 @@ def test_an_adapter_takes_pages_for_its_own_rank(world):
     assert manager.get_memory_stats()["pages"] == 5 * page_bytes
 
 
+@pytest.mark.nightly_without_gpu
 def test_a_given_number_of_slots_is_so_many_rows_of_the_table_with_pages_for_all(world):
     engine = elastic_engine(world, max_loras=3)
     requests = [(name, name, 4, 3) for name in world.names]

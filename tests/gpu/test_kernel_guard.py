@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 import minivllm
 from minivllm.gpu.pages.slots import PagedSlots
 from tests.tools.device import DEVICE
+from tests.tools.nights import by_day
 from tests.tools.sanitizer import Raced, Sanitizer, Strayed
 from tests.worlds.engines import run, tiny_world
 
@@ -182,7 +183,7 @@ def in_any_order(case, seeds=(None, 1, 2)):
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("family", SMALLEST)
+@pytest.mark.parametrize("family", by_day(SMALLEST, 2, pytest.mark.nightly_without_gpu))
 def test_a_kernel_touches_its_own_tensors_alone_and_gives_the_same_bits_in_any_order(family):
     in_any_order(SMALLEST[family])
 

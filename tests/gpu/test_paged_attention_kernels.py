@@ -13,6 +13,7 @@ from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention
 from tests.tools.device import DEVICE, needs_cuda
 from tests.tools.memory import Guarded
+from tests.tools.nights import by_day
 
 SCALE = 0.2
 ERRORS = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -121,10 +122,15 @@ def single_tokens(rows, seq_lens):
 
 @pytest.mark.parametrize("max_seq_len", [300, 4096], ids=["few splits", "many splits"])
 @pytest.mark.parametrize(
-    ("heads", "block_size"), [((6, 2, 64), 16), ((3, 1, 80), 4), ((2, 2, 96), 16), ((20, 1, 128), 16)]
+    "heads_and_block_size",
+    by_day(
+        [((6, 2, 64), 16), ((3, 1, 80), 4), ((2, 2, 96), 16), ((20, 1, 128), 16)],
+        2,
+        pytest.mark.nightly_without_gpu,
+    ),
 )
-def test_decodes_of_any_length_equal_the_definition(dtype, heads, block_size, max_seq_len):
-    batch = Batch([1] * 4, [1, 300, 64, 129], dtype, heads, block_size)
+def test_decodes_of_any_length_equal_the_definition(dtype, heads_and_block_size, max_seq_len):
+    batch = Batch([1] * 4, [1, 300, 64, 129], dtype, *heads_and_block_size)
 
     actual = decode(batch, max_seq_len)
 

@@ -18,6 +18,7 @@ from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.kernels.write_pages_op import write_pages
 from minivllm.gpu.sgmv import LoRAKernelMeta
 from tests.tools.device import DEVICE
+from tests.tools.nights import by_day
 
 # Float64 is what a CPU's tests compute in, never a GPU's engine.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float64]
@@ -198,7 +199,7 @@ def test_every_row_gets_its_own_adapters_product_whatever_pages_it_has(shape, dt
         assert_near(y, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", by_day(DTYPES, 3, pytest.mark.nightly_without_gpu), ids=str)
 @pytest.mark.parametrize("shape", GATED_SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_the_activation_adds_what_adapters_add_to_gate_and_up_on_its_way(shape, dtype):
     batch = Batch(shape, dtype)
@@ -215,7 +216,7 @@ def test_the_activation_adds_what_adapters_add_to_gate_and_up_on_its_way(shape, 
         assert torch.equal(y.cpu(), batch.y)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", by_day(DTYPES, 3, pytest.mark.nightly_without_gpu), ids=str)
 @pytest.mark.parametrize("shape", NORMED_SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_the_norm_adds_what_adapters_add_on_its_way(shape, dtype):
     batch = Batch(shape, dtype)

@@ -7,6 +7,7 @@ from minivllm.gpu.fused import fuse
 from minivllm.models.registry import get_model
 from tests.oracles.peft import reference_logits
 from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.nights import by_day
 from tests.worlds.models import VARIANTS, PagedRequests, every_expert, token_ids, transformers_model
 
 LENGTHS = [40, 7, 21]
@@ -72,7 +73,7 @@ def error_of(model, texts, steps, expected, paged=True):
     return ((logits.cpu().double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", by_day(STEPS, 2, pytest.mark.nightly_without_gpu))
 def test_a_float32_model_equals_transformers(folder, texts, expected, steps):
     model = fuse(get_model(folder, torch.float32, DEVICE))
 

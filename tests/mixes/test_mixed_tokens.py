@@ -5,12 +5,13 @@ import random
 import pytest
 from mixed_world import mixed_world, serve
 
+from tests.tools.nights import by_day
 from tests.worlds.settings import SETTINGS
 
 VARIANTS = ["llama-llama3-rope", "llama-linear-rope-biases-tied", "qwen2-tied", "phi3-fused"]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", by_day(SETTINGS))
 def test_are_those_of_peft_in_a_batch_with_all_others(tmp_path_factory, setting):
     world = mixed_world(tmp_path_factory, VARIANTS[list(SETTINGS).index(setting) % 2])
     engine = world.engine(**{"num_kv_blocks": 120, **SETTINGS[setting]})

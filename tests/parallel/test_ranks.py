@@ -46,6 +46,7 @@ class TestAnswers:
 
         assert found == [world.oracle().greedy(name, PROMPT, 9) for name in names]
 
+    @pytest.mark.nightly
     def test_behind_an_event_loop_too_where_adapters_are_read_beside_the_steps(self, world):
         """As `minivllm serve` has them."""
         options = {**OPTIONS, "tensor_parallel_size": 2, "threads": 1}

@@ -53,6 +53,7 @@ def test_every_token_is_the_one_that_transformers_and_peft_pick(served, oracle, 
     assert len({tuple(request.answer) for request in requests}) == len(requests)
 
 
+@pytest.mark.nightly
 def test_the_engine_says_the_same(served, pairs):
     _, requests, _ = served
     llm = LLM(demo_base(), dtype="float32", enable_lora=True, max_loras=2, max_lora_rank=32, warm_up=False)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from minivllm.serving.async_llm import AsyncLLM
+from tests.tools.nights import by_day
 from tests.worlds.engines import tiny_world
 from tests.worlds.processes import process_id, stand_still_after, wait_for
 from tests.worlds.servers import Answers, client_of, held_up, serving
@@ -144,7 +145,9 @@ def has_no_traceback(capsys):
 FOR_EVER = 10 * PATIENCE  # seconds
 
 
-@pytest.mark.parametrize("is_drained", [False, True], ids=["while it drains", "while its engine ends"])
+@pytest.mark.parametrize(
+    "is_drained", by_day([False, True], 2), ids=["while it drains", "while its engine ends"]
+)
 def test_a_second_signal_ends_every_request_with_an_error_in_the_middle_of_a_step(
     world, capsys, monkeypatch, tmp_path, is_drained
 ):
@@ -182,6 +185,7 @@ def test_a_second_signal_ends_every_request_with_an_error_in_the_middle_of_a_ste
     assert has_no_traceback(capsys)
 
 
+@pytest.mark.nightly
 def test_a_second_signal_ends_what_does_not_end_with_the_engine(world, capsys):
     """A prompt that is being tokenized, a body that does not come, and a client that reads nothing."""
     let_go = threading.Event()
@@ -229,6 +233,7 @@ def no_reader(server):
     return sock
 
 
+@pytest.mark.nightly
 def test_more_signals_change_nothing(world, tmp_path):
     with serving(world, "qv", in_a_process=True, drain_seconds=FOR_EVER) as server:
         asking = Asking(server)
@@ -351,6 +356,7 @@ def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
     assert answers[0].json()["choices"][0]["text"] == Answers(world).text("qv", "bye", 100)
 
 
+@pytest.mark.nightly
 def test_the_command_ends_when_its_engine_has_died(world):
     """So that what watches it starts it again; docker and systemd look at processes, not at /health."""
     with command_of(world) as (process, _):

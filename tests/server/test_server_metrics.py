@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from minivllm.server.access_log import Record
 from minivllm.server.engine_metrics import EngineCollector, EngineSnapshot
 from minivllm.server.metrics import OTHER, ServerMetrics
+from tests.tools.nights import by_day
 from tests.worlds.engines import greedy, tiny_world
 from tests.worlds.processes import hold_after
 from tests.worlds.servers import BASE_NAME, client_of, serving
@@ -170,7 +171,7 @@ def said_of_answers(caplog):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("prompts", [["abcde"], ["abcde", "fg"]], ids=["one prompt", "two"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", by_day([3, 1], 2))
 def test_a_request_whose_client_leaves_is_counted_as_far_as_it_has_come(
     tmp_path_factory, caplog, stream, prompts, n
 ):

@@ -8,6 +8,7 @@ from minivllm.policies import scheduling
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica import ReplicaConfig
 from minivllm.simulate.traffic import Arrival
+from tests.tools.nights import by_day
 from tests.worlds.engines import greedy, tiny_world
 from tests.worlds.fleets import fleet
 
@@ -91,7 +92,7 @@ def simulated_steps(arrivals, policy, ranks):
     return steps
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", by_day(range(3)))
 @pytest.mark.parametrize("policy", scheduling.POLICIES)
 def test_the_simulated_engine_takes_the_same_steps(world, policy, seed):
     arrivals = arrivals_of(seed)

@@ -10,6 +10,7 @@ from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, with_sessions
+from tests.tools.nights import by_day
 from tests.worlds.fleets import config, fleet
 
 ROOM_FOR_ONE = config(slots=4, memory=6, blocks=9, elastic=Elastic(2, 10))
@@ -89,7 +90,7 @@ def test_extremes_are_served_to_the_last_token(options, arrivals):
     assert all(math.isfinite(value) and value >= 0 for value in report(made).values())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", by_day(range(40)))
 def test_however_few_pages_there_are_everybody_is_served(seed):
     """Keys and values and adapters share them, and there is always room for the longest request."""
     rng = np.random.default_rng(seed)

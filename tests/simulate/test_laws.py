@@ -10,6 +10,7 @@ from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival
+from tests.tools.nights import by_day
 from tests.worlds.fleets import config, fleet, traffic
 
 
@@ -73,7 +74,7 @@ AHEAD = CostModel(
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("kind", TRAFFICS)
+@pytest.mark.parametrize("kind", by_day(TRAFFICS))
 def test_everybody_is_served_once_and_nobody_idles_meanwhile(kind, memory):
     arrivals, fleet_of_two = TRAFFICS[kind], fleet(MEMORIES[memory], AHEAD, replicas=2)
     ended, begun = watched(fleet_of_two)

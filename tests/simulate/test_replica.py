@@ -9,6 +9,7 @@ from minivllm.policies.keeping import POLICIES as KEEPING
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival
+from tests.tools.nights import by_day
 from tests.worlds.fleets import COST, config, fleet, traffic
 
 MIB = 2**20
@@ -61,7 +62,7 @@ def test_a_turn_finds_its_session_in_the_prefix_cache():
 
 
 @pytest.mark.parametrize("scheduling_policy", scheduling.POLICIES)
-@pytest.mark.parametrize("keeping_policy", KEEPING)
+@pytest.mark.parametrize("keeping_policy", by_day(KEEPING))
 def test_everybody_gets_all_tokens_under_any_policy(scheduling_policy, keeping_policy):
     arrivals = traffic(rate=20.0)
     replica = config(

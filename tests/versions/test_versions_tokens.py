@@ -6,6 +6,7 @@ import pytest
 from learning_world import learning_world, serve
 
 from minivllm.versions.weights import token_versions
+from tests.tools.nights import by_day
 from tests.worlds.engines import tokens_of
 
 VARIANTS = ["llama-llama3-rope", "llama-linear-rope-biases-tied", "qwen2-tied", "qwen3-wide-heads"]
@@ -44,7 +45,7 @@ def check_run(world, setting, rng, count):
     return tokens, asked, folder_of
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", by_day(SETTINGS))
 def test_logprobs_are_those_of_each_version(tmp_path_factory, setting):
     world = learning_world(tmp_path_factory, VARIANTS[list(SETTINGS).index(setting) % 2])
 

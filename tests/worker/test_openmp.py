@@ -32,6 +32,7 @@ def said_of(which):
     return done.stdout.split()
 
 
+@pytest.mark.nightly
 def test_products_inside_a_parallel_region_start_no_threads_of_their_own():
     assert said_of("ours") == ["3", "1", "1"], "MKL decides the number by itself, as before"
     assert said_of("pytorchs")[:2] == ["3", "0"], (

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from minivllm.sampling_params import StructuredOutputsParams
 from tests.oracles.peft import Oracle
+from tests.tools.nights import by_day
 from tests.worlds.ahead import run_ahead
 from tests.worlds.demo import NAMES, adapter_folder, demo_base
 from tests.worlds.engines import greedy, run, tiny_world
@@ -155,7 +156,7 @@ def test_choices_are_what_transformers_and_peft_choose(llm, oracle):
     assert len({text_of(output) for output in outputs}) > 1, "the prompts decide"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(range(6)))
 def test_masks_hold_every_token_that_may_come_and_no_other(llm, oracle, seed):
     """Where the next letter is given, some of them are enough: the tokenizer's own for what is given."""
     texts = [city.encode() for city in CITIES]
@@ -177,6 +178,7 @@ def test_masks_hold_every_token_that_may_come_and_no_other(llm, oracle, seed):
         so_far += oracle.bytes[token]
 
 
+@pytest.mark.nightly
 def test_an_engine_one_step_ahead_follows_the_structure(llm, base):
     args = EngineArgs(str(base), dtype="float32", max_model_len=256, num_kv_blocks=24, warm_up=False)
     answers = []
@@ -206,7 +208,7 @@ def test_those_beside_it_answer_as_if_alone(llm):
     assert re.fullmatch("[0-9]{3}-[a-f]{2}", text_of(outputs[3]))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", by_day(range(3)))
 def test_drawn_answers_are_documents_of_the_schema(llm, seed):
     params = structured({"temperature": 1.5, "n": 3, "seed": seed, "max_tokens": 120}, json=SCHEMA)
 
@@ -296,12 +298,15 @@ def test_without_a_tokenizer_it_is_refused_before_anything_changes(tmp_path_fact
 
 @pytest.mark.parametrize(
     "structure",
-    [
-        {"regex": "Hb\U00040f4d"},
-        {"choice": ["Oslo", "\U00040f4d"]},
-        {"json": {"const": "\U00040f4d"}},
-        {"grammar": 'start: "\U00040f4d"'},
-    ],
+    by_day(
+        [
+            {"regex": "Hb\U00040f4d"},
+            {"choice": ["Oslo", "\U00040f4d"]},
+            {"json": {"const": "\U00040f4d"}},
+            {"grammar": 'start: "\U00040f4d"'},
+        ],
+        one_in=4,
+    ),
 )
 def test_what_no_tokens_write_is_refused_before_anything_changes(llm, structure):
     """The vocabulary of the demo model has no token for one of this character's bytes."""
