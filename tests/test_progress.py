@@ -34,6 +34,7 @@ def test_without_a_listener_nobody_is_told_and_short_work_shows_nothing(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.nightly
 def test_an_engines_process_tells_how_far_it_is_while_it_is_made(tmp_path_factory):
     world, told = tiny_world(tmp_path_factory), []
     make = partial(make_engine, world.base, None, {"warm_up": True})

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import layers
 from benchmarks.report import RESULTS
+from tests.tools.nights import by_day
 
 ROOT = RESULTS.parents[1]
 FILES = sorted(RESULTS.glob("*.json"))
@@ -48,7 +49,7 @@ def test_a_result_names_no_folder_of_the_machine_it_was_measured_on(path):
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if p.stem.startswith("layers-")], ids=lambda path: path.stem
+    "path", by_day(p for p in FILES if p.stem.startswith("layers-")), ids=lambda path: path.stem
 )
 def test_a_result_of_layers_can_be_drawn(path, tmp_path):
     layers.main(["--plot-from", str(path), "--plot", str(tmp_path / "layers.png")])

@@ -69,9 +69,7 @@ def step(scheduler):
     return output
 
 
-@pytest.mark.parametrize(
-    "num_adapters", [0, 2, NUM_ADAPTERS, pytest.param(NUM_WAITING, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("num_adapters", by_day([2, 0, NUM_ADAPTERS, NUM_WAITING], 2))
 def test_a_step_looks_at_those_it_computes_and_few_more(looked_at, num_adapters):
     scheduler = long_queue(num_adapters)
     step(scheduler)  # in it the waits of all these adapters begin

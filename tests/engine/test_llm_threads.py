@@ -340,6 +340,7 @@ class TestTheEnd:
             pytest.param(True, id="while another thread generates"),
         ],
     )
+    @pytest.mark.nightly
     def test_of_a_process_holds_up_nobody(self, world, generating):
         code = f"""
 import threading, torch

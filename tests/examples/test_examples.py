@@ -47,6 +47,7 @@ def right():
     return {name: found[name][question] for name, question in examples.common.QUESTIONS.items()}
 
 
+@pytest.mark.nightly
 def test_basic_answers_with_the_adapter_and_not_without(right):
     answers = basic.main()
 
@@ -100,6 +101,7 @@ class TestOnOneEngine:
         assert {info["name"] for info in report["active_loras"]} >= {"json", "sql", "bullets"}
         assert logging.getLogger("minivllm.lora").level == level
 
+    @pytest.mark.nightly
     def test_the_error_handler_says_what_is_wrong_and_serves_on(self, engine, right, tmp_path):
         told = error_handler.main(engine, tmp_path)
 

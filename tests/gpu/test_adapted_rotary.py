@@ -198,8 +198,9 @@ def test_one_adapter_for_q_k_and_v():
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind == "paged" else pytest.mark.nightly_without_gpu) for kind in KINDS],
+    KINDS,
 )
+@pytest.mark.nightly_without_gpu
 def test_prompts_of_many_rows_a_tile(kind):
     slots = [0, -1, 2, 2, 0, 1, 0] * 74
     qkv = QKV(room=600)

@@ -187,11 +187,13 @@ OTHERS = [("long", "all", 17, 4), ("base", None, 5, 6), ("short", "rank-9-3", 3,
 RARE = pytest.mark.nightly_without_gpu
 
 
+@RARE
 @pytest.mark.parametrize(
     "name, graphs",
     [
         ("qv", False),
-        *(pytest.param(name, graphs, marks=RARE) for name, graphs in [(None, False), ("qv", True)]),
+        (None, False),
+        ("qv", True),
     ],
 )
 def test_a_request_has_the_same_bits_alone_and_in_company(world, name, graphs):

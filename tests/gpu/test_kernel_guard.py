@@ -183,7 +183,7 @@ def in_any_order(case, seeds=(None, 1, 2)):
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("family", by_day(SMALLEST, 2, pytest.mark.nightly_without_gpu))
+@pytest.mark.parametrize("family", by_day(SMALLEST, 4, pytest.mark.nightly_without_gpu))
 def test_a_kernel_touches_its_own_tensors_alone_and_gives_the_same_bits_in_any_order(family):
     in_any_order(SMALLEST[family])
 

@@ -179,7 +179,9 @@ def all_tilings(batch):
 
 
 @pytest.mark.parametrize(("dtype", "experts"), OF_EXPERTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize(
+    "shape", by_day(SHAPES, 2, pytest.mark.nightly_without_gpu), ids=lambda shape: "-".join(map(str, shape))
+)
 def test_every_row_gets_its_own_adapters_product_whatever_pages_it_has(shape, dtype, experts):
     batch = Batch(shape, dtype, experts)
     hs, expected = batch.expected()

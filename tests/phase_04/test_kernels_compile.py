@@ -32,6 +32,7 @@ def errors_of(what, text, folder):
 
 
 @pytest.mark.lab("4.2")
+@pytest.mark.nightly
 def test_a_shrink_compiles_for_a_gpu(tmp_path):
     errors = errors_of("shrink", text_of(lora_shrink_op), tmp_path)
 

@@ -395,6 +395,7 @@ class TestTheEngine:
         with pytest.raises(ValueError, match="no such engine; make another one"):
             EngineProcess(fail_to_make)
 
+    @pytest.mark.nightly
     def test_that_dies_while_it_is_made_raises_engine_dead_error(self, world):
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
             EngineProcess(die_while_made)

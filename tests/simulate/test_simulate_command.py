@@ -42,6 +42,7 @@ def simulate(*arguments):
     return result.stdout
 
 
+@pytest.mark.nightly
 def test_every_combination_of_policies_is_in_the_table_and_in_the_json():
     arguments = ["--eviction-policy", "lru,gdsf", "--scheduling-policy", "fcfs,fair,shortest-first"]
 

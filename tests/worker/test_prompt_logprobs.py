@@ -69,7 +69,9 @@ def test_are_those_of_each_request_alone(tmp_path_factory, variant, setting):
         assert_logprobs(outputs[str(number)], world, name, wanted=number % 3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [*("loops", "grouped", "triton"), pytest.param("paged", marks=pytest.mark.nightly_without_gpu)]
+)
 def test_23_of_an_adapter_on_lm_head_are_its_own_on_every_backend(llama, backend):
     """As many rows of logits as prompt tokens need as many adapters: not one for each request."""
     engine = llama.engine(max_loras=4, punica_backend=backend)

@@ -140,7 +140,7 @@ def oracle(base):
 
 def test_choices_are_what_transformers_and_peft_choose(llm, oracle):
     adapters = [None, lora(0), lora(1)]
-    cases = [(adapter, prompt) for adapter in adapters for prompt in PROMPTS]
+    cases = [(adapter, prompt) for adapter in adapters for prompt in PROMPTS[:2]]
 
     outputs = llm.generate(
         [prompt for _, prompt in cases],

@@ -94,7 +94,9 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, v
     world.assert_serves(engine, world.workload())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [*("loops", "grouped", "paged"), pytest.param("triton", marks=pytest.mark.nightly_without_gpu)]
+)
 @pytest.mark.parametrize(
     "variant", ["llama-llama3-rope", pytest.param("phi3-fused", marks=pytest.mark.nightly)]
 )
