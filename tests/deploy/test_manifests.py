@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-import jsonschema
+import jsonschema_rs
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -25,7 +25,7 @@ def rendered(**args):
 def test_a_rendered_service_is_one_that_kuberay_takes(args):
     service = yaml.safe_load(manifest.as_yaml(rendered(**args)))
 
-    jsonschema.validate(service, SCHEMA)
+    jsonschema_rs.validate(SCHEMA, service)
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     assert FleetArgs(**application["args"]) == FleetArgs(**FLEET, **args)
 
@@ -34,8 +34,8 @@ def test_the_schema_refuses_a_field_that_kuberay_does_not_know():
     service = rendered()
     service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplica"] = 3
 
-    with pytest.raises(jsonschema.ValidationError, match="maxReplica"):
-        jsonschema.validate(service, SCHEMA)
+    with pytest.raises(jsonschema_rs.ValidationError, match="maxReplica"):
+        jsonschema_rs.validate(SCHEMA, service)
 
 
 def test_a_pod_has_room_for_one_engine_and_there_may_be_as_many_as_engines():
@@ -58,7 +58,7 @@ def test_an_engine_that_takes_half_a_gpu_gets_a_pod_with_one():
 def test_the_servers_pod_alone_has_the_key_and_from_a_secret():
     service = manifest.ray_service(FleetArgs(**FLEET), "image:1", "claim", 16, "2.60.0", "fleet-key")
 
-    jsonschema.validate(service, SCHEMA)
+    jsonschema_rs.validate(SCHEMA, service)
     cluster = service["spec"]["rayClusterConfig"]
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     (variable,) = head["env"]
