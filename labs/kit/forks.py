@@ -54,8 +54,8 @@ FOREIGN = "something else than the tests wrote to the grader"
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis", "labs.kit.generic")
 # What takes long to import, and which files of tests do so.
 WANTED_BY_SOME = {
-    # By no exercise, but by tests of incidents.
-    ("transformers", "peft"): re.compile(r"tiny_(?!models)|(import|from) (peft|transformers)"),
+    # By tests of incidents, and by the whole idea in one file.
+    ("transformers", "peft"): re.compile(r"tiny_(?!models)|(import|from) (peft|transformers)|00_one_file"),
     # By the first call of `torch.testing.assert_close`.
     ("torch.distributed.tensor",): re.compile("assert_close"),
 }
