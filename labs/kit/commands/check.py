@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from labs.kit.commands import hunts
 from labs.kit.commands.run import environment
-from labs.kit.commands.shared import SIGNS, WIPE, Number, Which, choose, choose_one, console
+from labs.kit.commands.shared import SIGNS, WIPE, Number, Several, Which, choose, choose_one, console
 from labs.kit.hunt import choose_hunts, is_hunt
 from labs.kit.path import TRACKS, is_needed, label, mark, named, next_of, track_of
 from labs.kit.progress import Progress, digest, is_untouched, learners_exercise, place, shown
@@ -32,16 +32,20 @@ Pdb = Annotated[
 ]
 
 
-def check(which: Which = None, trace: Trace = False, pdb: Pdb = False) -> None:
+def check(which: Several = None, trace: Trace = False, pdb: Pdb = False) -> None:
     """Run the tests of exercises on your code. Exit status 1 unless all pass, but for side tracks not begun."""
     if pdb:
-        raise typer.Exit(debug(choose_one(which or "")))
-    if is_hunt(which):
-        raise typer.Exit(0 if hunts.check_hunts(choose_hunts(which)) else 1)
-    chosen = choose(which)
-    numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
-    console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
-    raise typer.Exit(0 if check_all(chosen, trace) else 1)
+        raise typer.Exit(debug(choose_one(" ".join(which or ()))))
+    hunted = [hunt for each in which or () if is_hunt(each) for hunt in choose_hunts(each)]
+    asked = [each for each in which or (None,) if not is_hunt(each)]
+    chosen = list({exercise.number: exercise for each in asked for exercise in choose(each)}.values())
+    passed = hunts.check_hunts(hunted) if hunted else True
+    if chosen:
+        numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
+        numbers = ", ".join(asked) if len(asked) > 1 else numbers
+        console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
+        passed = check_all(chosen, trace) and passed
+    raise typer.Exit(0 if passed else 1)
 
 
 def debug_command(number: Number) -> None:

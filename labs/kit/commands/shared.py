@@ -17,6 +17,9 @@ SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·
 Which = Annotated[
     str | None, typer.Argument(help="A phase, such as 3, or an exercise, such as 3.2; none: all.")
 ]
+Several = Annotated[
+    list[str] | None, typer.Argument(help="Phases, such as 3, and exercises, such as 3.2; none: all.")
+]
 Number = Annotated[str, typer.Argument(help="An exercise, such as 3.2.")]
 
 
