@@ -22,6 +22,7 @@ SOUND, BROKEN, VARIANT, OTHER, FIX = (
     "another fault",
     "your fix",
 )
+DOES_NOT_END = "a call hangs, or computes for too long, that ends on the sound engine"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
     must_fail = engine in (BROKEN, VARIANT)
     endless = next((result.message for result in failed if NO_END in result.message), outcome.trouble)
     if endless and (endless != outcome.trouble or not failed):
-        return f"on {engine}: {endless}" + ("; bound its steps or its seconds" if NO_END in endless else "")
+        advice = f"; {DOES_NOT_END if engine == FIX else 'bound its steps or its seconds'}"
+        return f"on {engine}: {endless}" + (advice if NO_END in endless else "")
     broken_file = [result for result in outcome.of("failed", "todo") if "::" not in result.test]
     if broken_file:
         return f"on {engine} the file cannot be read: {broken_file[0].message}"
@@ -112,7 +114,7 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
         what = {BROKEN: "the broken engine", VARIANT: "another form of the same fault"}[engine]
         return None if failed else f"your test passes on {what}, and must fail there"
     if failed:
-        name = failed[0].test.rpartition("::")[2]
+        name = failed[0].test.partition("::")[2]  # with its class, whose name is the subject of the test's
         return f"{name} fails on {engine}, and must pass there: {failed[0].message}"
     return None if outcome.of("passed") else f"on {engine} no test ran"
 

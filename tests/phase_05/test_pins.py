@@ -102,6 +102,20 @@ def test_a_pin_that_finds_no_slot_leaves_the_adapter_unpinned_everywhere():
     assert_memory(manager, [1, 3], "the pin of 2 failed, so 2 may go from memory")
 
 
+def test_a_pin_that_finds_all_slots_in_use_leaves_the_adapter_unpinned_everywhere():
+    """Incident 20: that a slot is in use, and not pinned, makes no difference to a pin that failed."""
+    manager = manager_with(1, 2, slots=1, memory=2)
+    manager.activate_adapter(1)
+    manager.set_in_use([1])
+
+    with refusal(RuntimeError, "1 is in use and holds the only slot, so 2 cannot be pinned"):
+        manager.pin_adapter(2)
+
+    assert_pinned(manager, set(), "1 is in use and holds the only slot, so 2 could not be pinned")
+    manager.add_adapter(make_adapter(3))
+    assert_memory(manager, [1, 3], "the pin of 2 failed, so 2 may go from memory")
+
+
 def test_a_pin_whose_copy_fails_leaves_the_adapter_unpinned_everywhere(monkeypatch):
     manager = manager_with(1, slots=1, memory=1)
     fail_copies(monkeypatch, manager)

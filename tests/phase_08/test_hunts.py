@@ -334,6 +334,74 @@ def test_a_fix_of_one_part_of_a_fault_is_refused(checkout, chosen):
     assert [line for line in lines if not line.endswith("right")] == []
 
 
+# Fixes that were once taken: what is wrong with each, its hunt, a text of the module, and what the fix has for it.
+REFUSED = {
+    "without what was right": (
+        "8.18",
+        "        try:\n            _refuse_records(data)\n        except ValueError:\n"
+        "            torch.load(path, weights_only=False)\n            raise\n",
+        "",
+    ),
+    "where slots are pinned, and not where they are in use": (
+        "8.20",
+        "        self.pinned_adapters.add(lora_id)\n        self.activate_adapter(lora_id)\n",
+        "        if lora_id not in self.tiers.slots and len(self.pinned_adapters) >= self.lora_slots:\n"
+        "            raise RuntimeError('all slots are pinned')\n"
+        "        self.pinned_adapters.add(lora_id)\n        self.activate_adapter(lora_id)\n",
+    ),
+    "with the table before the copy": (
+        "8.21",
+        "        self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
+        "        self.tiers.slots.put(lora_id, slot)\n        self._write(lora, slot)\n",
+    ),
+    "of other threads alone": (
+        "8.28",
+        "            pass\n",
+        "            if self._caller != threading.get_ident():\n                raise EngineBusy('busy')\n",
+    ),
+    "where some of a module is left alone, and not where all is": (
+        "8.30",
+        "                if rows:\n",
+        "                if tensor is None and part is not None:\n                    table[slot] = 0\n"
+        "                if rows:\n",
+    ),
+}
+# And one that was once refused.
+TAKEN = {
+    "in a sentence of one's own": (
+        "8.28",
+        "            pass\n",
+        "            raise RuntimeError('it is in another call')\n",
+    ),
+}
+
+
+def test_a_fix_is_judged_by_what_the_engine_does(checkout):
+    """Half a fix is refused, and so is one that breaks something else; the words of an error are the hunter's own."""
+    fixes = {**REFUSED, **TAKEN}
+    code = (
+        "from labs.kit.forks import run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import incident_job\n"
+        "from labs.kit.overlay import Source, engine_file\n"
+        "jobs = []\n"
+        f"for name, (number, old, new) in {fixes}.items():\n"
+        "    hunt = read_hunts()[number]\n"
+        "    [(module, text)] = hunt.faults[0].texts().items()\n"
+        "    text = engine_file(module).read_text() if number == '8.21' else text\n"
+        "    assert text.count(old) == 1, name\n"
+        "    jobs.append(incident_job(hunt, name, {module: Source('fix.py', text.replace(old, new))}))\n"
+        "for job, outcome in run(jobs):\n"
+        "    print(job.key, '-', 'taken' if outcome.passed else 'refused')\n"
+    )
+
+    lines = ask(checkout, code)
+
+    assert sorted(lines) == sorted(
+        [f"{name} - refused" for name in REFUSED] + [f"{name} - taken" for name in TAKEN]
+    )
+
+
 WRONG = {
     "always_passes": ("assert True", "passes on the broken engine"),
     "always_fails": ("assert False, 'no'", "fails on the sound engine"),
@@ -413,6 +481,20 @@ def test_a_test_that_reads_source_is_refused_with_its_line(tmp_path, code, what)
 def test_no_right_test_reads_source(hunt):
     assert source_reading(hunt.starter) is None
     assert source_reading(reference(hunt).read_text()) is None
+
+
+def test_a_test_in_a_class_is_named_with_it_and_a_fix_that_hangs_is_not_told_to_bound_its_steps():
+    failed = Outcome([Result("tests/x.py::TestPickles::test_that_run_code_are_refused[::a]", "failed", "no")])
+    hanging = Outcome([], trouble="no end after 60 s of waiting")
+
+    said = hunt_grade.problem_of(hunt_grade.FIX, failed)
+
+    assert (
+        said == "TestPickles::test_that_run_code_are_refused[::a] fails on your fix, and must pass there: no"
+    )
+    assert "a call hangs" in hunt_grade.problem_of(hunt_grade.FIX, hanging)
+    assert "bound its steps" not in hunt_grade.problem_of(hunt_grade.FIX, hanging)
+    assert hunt_grade.problem_of(hunt_grade.SOUND, hanging).endswith("bound its steps or its seconds")
 
 
 def test_the_seconds_of_a_grade_are_those_that_one_waits(monkeypatch):

@@ -149,6 +149,20 @@ def test_a_step_after_the_slots_changed_hands_has_the_new_scales():
     assert_rows_are_those_of_peft(wrapped, {1: adapters[2], 2: adapters[2], 3: adapters[1]}, x, IDS, found)
 
 
+@pytest.mark.parametrize("without", [(0,), (1, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("is_dora", [True, False], ids=["a DoRA adapter", "a plain one"])
+def test_of_slices_that_it_leaves_alone_an_adapter_keeps_no_scales_of_the_last_one_in_its_slot(
+    is_dora, without
+):
+    """Incident 30."""
+    wrapped, adapters = filled("qkv")
+    x = inputs()
+    adapters[1] = adapter("qkv", 4, is_dora=is_dora, without=without)
+    wrapped.write(0, adapters[1])
+
+    assert_rows_are_those_of_peft(wrapped, adapters, x, IDS, wrapped.rows(x, IDS))
+
+
 def test_the_output_is_changed_in_place_and_given_back():
     """The hook's caller, and a captured step, have the tensor that the layer wrote."""
     wrapped, adapters = filled()

@@ -77,7 +77,7 @@ class HuntWorld(SmallWorld):
     ) -> LoRARequest:
         """Write a random adapter, over the one of this id if there is one, and return the request that names it.
 
-        modules   of `MODULES`
+        modules   which have A and B: "self_attn.q_proj" (k, v, o), "mlp.gate_proj" (up, down), "lm_head"
         seed      of its weights, None = the id
         change    of the tensors, by PEFT's names, before they are saved
         config    further fields of adapter_config.json, such as use_rslora=True

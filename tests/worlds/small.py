@@ -73,6 +73,8 @@ def write_adapter(
     config    further fields of adapter_config.json, such as use_rslora=True
     """
     generator = torch.Generator().manual_seed(seed)
+    if unknown := set(modules) - set(MODULES):
+        raise ValueError(f"modules {sorted(unknown)} are not in the model; it has {', '.join(MODULES)}")
     ranks = config.get("rank_pattern") or {}
     tensors = {}
     for name in names_of(modules):

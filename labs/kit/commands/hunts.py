@@ -79,11 +79,13 @@ def check_hunts(hunts: list[Hunt]) -> bool:
     progress, passed = Progress(), 0
     for hunt in hunts:
         of_test = f"{hunt.number} test"  # in the list of what passed, beside the whole hunt
-        if hunt.state(progress) == "started":
-            engines = "the sound engine, the broken one, its variants and those of other hunts"
-            console.print(f"[dim]Checking {hunt.number}: your test on {engines}; that takes a while[/]")
         try:
-            grade = grade_hunt(hunt, progress.passed.get(of_test) == hunt.digest(with_fixes=False))
+            is_right = progress.passed.get(of_test) == hunt.digest(with_fixes=False)
+            if hunt.state(progress) == "started":
+                engines = "the sound engine, the broken one, its variants and those of other hunts"
+                what = "your fix" if is_right else f"your test on {engines}; that takes a while"
+                console.print(f"[dim]Checking {hunt.number}: {what}[/]")
+            grade = grade_hunt(hunt, is_right)
         except LabError as error:
             if len(hunts) == 1:
                 raise
