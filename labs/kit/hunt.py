@@ -128,13 +128,21 @@ class Hunt:
     @cached_property
     def faults(self) -> list[Fault]:
         """The incident first, then other forms of the same mistake."""
+        return self._forms("fault")
+
+    @cached_property
+    def right_forms(self) -> list[Fault]:
+        """Edits after which the engine is as right as before: a test of what it does passes on them, too."""
+        return self._forms("right")
+
+    def _forms(self, kind: str) -> list[Fault]:
         return [
             Fault(
                 f"{self.number} {table['name']}",
                 table["what"],
                 [Edit(e["module"], e["old"], e["new"]) for e in table.get("edit") or [table]],
             )
-            for table in self._sealed["fault"]
+            for table in self._sealed.get(kind, [])
         ]
 
     @property

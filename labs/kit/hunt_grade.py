@@ -15,12 +15,13 @@ from labs.kit.overlay import Source, compile_source
 from labs.kit.regions import ROOT, LabError
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
-SOUND, BROKEN, VARIANT, OTHER, FIX = (
+SOUND, BROKEN, VARIANT, OTHER, FIX, OTHERWISE = (
     "the sound engine",
     "the broken engine",
     "a variant",
     "another fault",
     "your fix",
+    "a sound engine that is written otherwise",
 )
 DOES_NOT_END = "a call hangs, or computes for too long, that ends on the sound engine"
 
@@ -63,7 +64,8 @@ def grade_hunt(hunt: Hunt, is_right: bool = False) -> HuntGrade:
 def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str], float]:
     """What is wrong with a test for a hunt, and the seconds that it took to find out.
 
-    It passes on the sound engine. It fails on the broken one and its variants. It passes with other faults.
+    It passes on the sound engine, and where that is written otherwise. It fails on the broken one and its variants. It
+    passes with other faults.
     limit   seconds that it may compute on one engine
     """
     if found := source_reading(path.read_text(encoding="utf-8")):
@@ -76,6 +78,7 @@ def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str
     if problems:
         return problems, seconds
     jobs = [_job(VARIANT, fault.sources(), path) for fault in hunt.faults[1:]]
+    jobs += [_job(OTHERWISE, form.sources(), path) for form in hunt.right_forms]
     for other in read_hunts().values():
         if other.id != hunt.id and other.id not in hunt.kin:
             with suppress(LabError):  # somebody has edited our code where this fault would be

@@ -85,7 +85,7 @@ def test_a_hunt_has_a_post_mortem(hunt):
 def test_every_form_of_a_fault_fits_the_engine_and_changes_it(hunt):
     names = [fault.name for fault in hunt.faults]
 
-    for fault in hunt.faults:
+    for fault in [*hunt.faults, *hunt.right_forms]:
         for module, source in fault.sources().items():
             assert source.text != engine_file(module).read_text(), fault.name
         assert fault.what.endswith(".")
@@ -400,6 +400,74 @@ def test_a_fix_is_judged_by_what_the_engine_does(checkout):
     assert sorted(lines) == sorted(
         [f"{name} - refused" for name in REFUSED] + [f"{name} - taken" for name in TAKEN]
     )
+
+
+def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
+    """Ours do. One that asserts how the engine is written fails there, which no broken engine shows."""
+    inner = {
+        "8.18": "def test_hunt_18(world, monkeypatch):\n"
+        "    from pathlib import Path\n    import pytest, torch\n"
+        "    asked, load = [], torch.load\n"
+        "    monkeypatch.setattr(torch, 'load', lambda *a, **k: (asked.append(k), load(*a, **k))[1])\n"
+        "    lora = world.adapter(1)\n"
+        "    world.engine().add_lora(lora)\n"
+        "    weights = Path(lora.lora_path, 'adapter_model.safetensors')\n"
+        "    from safetensors.torch import load_file\n"
+        "    torch.save(load_file(weights), weights.with_suffix('.bin'))\n"
+        "    weights.unlink()\n"
+        "    world.engine().add_lora(lora)\n"
+        "    assert all(k.get('weights_only') for k in asked)\n",
+        "8.21": "def test_hunt_21(world, monkeypatch):\n"
+        "    import pytest\n"
+        "    tiers, found = (manager := world.engine().adapters.manager).tiers, []\n"
+        "    find = tiers.find_slot\n"
+        "    monkeypatch.setattr(tiers, 'find_slot', lambda: (found.append(1), find())[1])\n"
+        "    with pytest.raises(ValueError):\n        manager.activate_adapter(9)\n"
+        "    assert not found\n",
+        "8.28": "def test_hunt_28(world, monkeypatch):\n"
+        "    from tests.worlds.hunts import in_a_thread, PROMPT, greedy\n"
+        "    engine, said = world.engine(), []\n"
+        "    launch = engine.runner.launch_model\n"
+        "    def launched(step):\n"
+        "        said.append(in_a_thread(engine.step))\n        return launch(step)\n"
+        "    monkeypatch.setattr(engine.runner, 'launch_model', launched)\n"
+        "    engine.add_request('a', PROMPT, greedy(1))\n    engine.step()\n"
+        "    assert type(said[0]).__name__ == 'EngineBusy'\n",
+    }
+    files = {}
+    for number, text in inner.items():
+        files[number] = checkout.root / f"test_inner_{number[2:]}.py"
+        files[number].write_text(f'pytest_plugins = "tests.worlds.hunts"\n\n\n{text}')
+    code = (
+        "from pathlib import Path\n"
+        "from labs.kit.forks import run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import OTHERWISE, SOUND, _job, problem_of\n"
+        "jobs = []\n"
+        f"for number, inner in {[(n, str(path)) for n, path in files.items()]}:\n"
+        "    hunt = read_hunts()[number]\n"
+        f"    ours = hunt.root / 'solutions/{PHASE}/tests' / hunt.test_file.name\n"
+        "    for who, path in (('ours', ours), ('inner', Path(inner))):\n"
+        "        for engine in (SOUND, OTHERWISE):\n"
+        "            sources = hunt.right_forms[0].sources() if engine == OTHERWISE else {}\n"
+        "            jobs.append(_job((number, who, engine), sources, path))\n"
+        "for job, outcome in run(jobs):\n"
+        "    said = problem_of(job.key[2], outcome)\n"
+        "    print(*job.key[:2], job.key[2] if said and job.key[2] in said else said, sep=', ')\n"
+    )
+
+    lines = ask(checkout, code)
+
+    assert sorted(set(lines)) == sorted(
+        line
+        for number in inner
+        for line in (
+            f"{number}, ours, None",
+            f"{number}, inner, None",
+            f"{number}, inner, {hunt_grade.OTHERWISE}",
+        )
+    )
+    assert {number for number, hunt in HUNTS.items() if hunt.right_forms} == set(inner)
 
 
 WRONG = {
