@@ -61,19 +61,6 @@ def checkout(shared):
     return shared
 
 
-def test_the_path_shows_what_is_solved_and_what_comes_next(checkout):
-    checkout.solve("1.1", "3.2")
-    checkout.lab("check", "3.2")
-
-    said = checkout.lab().stdout
-
-    assert said.startswith("1 of ")
-    assert "\n  ✓ 3.2 shrink, one token at a time\n" in said
-    assert "\n  ~ 1.1 " in said
-    assert "\n  · 3.3 " in said
-    assert "Next: lab 1.1" in said
-
-
 def test_a_pass_names_the_next_exercise_and_says_when_a_phase_is_done(capsys):
     class Solved:
         def __init__(self, *numbers):
@@ -127,27 +114,27 @@ def test_an_untouched_exercise_is_todo(checkout):
     assert f"· 3.2 shrink, one token at a time  TODO {place}\n" in result.stdout
 
 
-def test_a_right_answer_passes_whatever_else_is_unfinished_or_broken(checkout):
-    checkout.solve("3.2")
-    path = checkout.file("3.3")
-    path.write_text(path.read_text().replace('raise Todo("lab 3.3', 'raise (Todo("lab 3.3'))
+def test_a_pass_of_one_exercise_is_shown_until_its_own_code_changes(checkout):
+    refused, spoilt = checkout.lab("diff", "3.2"), checkout.lab("diff", "3.2", "--spoil")
+    checkout.solve("1.1", "3.2")
+    path = checkout.file("3.2")
+    whole = path.read_text()
+    path.write_text(whole.replace('raise Todo("lab 3.3', 'raise (Todo("lab 3.3'))  # which is no Python
 
     result = checkout.lab("check", "3.2")
+    path.write_text(whole)
+    passed, earned = checkout.lab().stdout, checkout.lab("diff", "3.2")
+    path.write_text(whole.replace("shrunk = ", "shrunk = 2 * "))
+    changed = checkout.lab().stdout
 
-    assert result.returncode == 0
-    assert "✓ 3.2 shrink, one token at a time" in result.stdout
-
-
-def test_a_pass_expires_with_the_code_that_passed(checkout):
-    checkout.solve("3.2")
-    checkout.lab("check", "3.2")
-    path = checkout.file("3.2")
-
-    path.write_text(path.read_text().replace('raise Todo("lab 3.3', 'pass; raise Todo("lab 3.3'))
-    assert "✓ 3.2" in checkout.lab().stdout
-
-    path.write_text(path.read_text().replace("shrunk = ", "shrunk = 2 * "))
-    assert "~ 3.2" in checkout.lab().stdout
+    assert result.returncode == 0 and "✓ 3.2 shrink, one token at a time" in result.stdout
+    assert passed.startswith("1 of ") and "Next: lab 1.1" in passed
+    for line in ("✓ 3.2 shrink, one token at a time\n", "~ 1.1 ", "· 3.3 "):
+        assert f"\n  {line}" in passed
+    assert "\n  ~ 3.2" in changed
+    assert refused.returncode == 2 and "has not passed" in refused.stderr
+    assert "if slot >= 0:" in spoilt.stdout and 'raise Todo("lab 3.2' in spoilt.stdout
+    assert earned.stdout.count("if slot >= 0:") == 2
 
 
 def test_a_classic_mistake_is_recognised(checkout):
@@ -336,15 +323,6 @@ def test_a_debugger_stops_at_a_breakpoint_in_ones_code_and_where_a_test_fails(ch
     assert result.returncode != 0
 
 
-def test_a_name_that_is_not_there_is_compared_with_no_known_mistake(checkout):
-    checkout.answer("3.2", ("shrunk = ", "shrunk = undefined * "))
-
-    said = checkout.lab("check", "3.2").stdout
-
-    assert "NameError: name 'undefined' is not defined" in said
-    assert "known mistake" not in said
-
-
 @pytest.mark.nightly
 def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
     code = (
@@ -416,13 +394,14 @@ def test_code_of_ours_that_python_cannot_read_is_named_and_commands_go_on(commit
     assert from_doctor.stdout.startswith(f"False minivllm/lora/mapping.py:{line}: ")
 
 
-def test_a_trace_is_shown_when_it_is_asked_for(checkout):
+def test_a_name_that_is_not_there_is_no_known_mistake_and_its_trace_is_shown_when_it_is_asked_for(checkout):
     checkout.answer("3.2", ("shrunk = ", "shrunk = undefined * "))
 
     short, long = checkout.lab("check", "3.2").stdout, checkout.lab("check", "3.2", "--trace").stdout
 
     place = checkout.place("3.2", "undefined")
     assert f"NameError: name 'undefined' is not defined\n      your code: {place}" in short
+    assert "known mistake" not in short
     assert ">               shrunk = undefined" not in short
     assert ">               shrunk = undefined" in long
 
@@ -456,20 +435,6 @@ def test_hints_come_one_after_another_and_the_last_stays(checkout):
     assert [head.split(",")[0] for head, _ in said] == [f"Hint {n} of 3" for n in (1, 2, 3, 3)]
     assert [text for _, text in said[:2]] == ["a nudge\n", "the approach\n"]
     assert said[2][1] == said[3][1] == "for token, slot in ...:\n    y = A @ x\n"
-
-
-def test_our_code_is_shown_after_a_pass_or_to_whom_it_spoils_nothing(checkout):
-    refused = checkout.lab("diff", "3.2")
-    spoilt = checkout.lab("diff", "3.2", "--spoil")
-    checkout.solve("3.2")
-    checkout.lab("check", "3.2")
-    earned = checkout.lab("diff", "3.2")
-
-    assert refused.returncode == 2
-    assert "has not passed" in refused.stderr
-    assert "if slot >= 0:" in spoilt.stdout
-    assert 'raise Todo("lab 3.2' in spoilt.stdout
-    assert earned.stdout.count("if slot >= 0:") == 2
 
 
 def test_reset_puts_back_one_stub_and_keeps_what_was_there(checkout):

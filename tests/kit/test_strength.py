@@ -132,12 +132,14 @@ def test_what_is_listed_and_seen_by_a_test_is_named(shared, equivalents):
 def test_what_no_test_sees_is_shown_and_counts_and_what_is_listed_must_be_a_change(shared, equivalents):
     equivalents.write_text(LISTED.format(old="slot_of_id[0] = -1", new="slot_of_id[0] = -7"))
     tests = shared.root / "tests/phase_03/test_slot_mapping.py"
-    held = tests.read_text()
-    tests.write_text(held.replace('lab("3.1")', 'lab("3.9")') + ONE_TEST)
+    held, alone = tests.read_text(), tests.with_name("test_alone.py")
+    tests.write_text(held.replace('lab("3.1")', 'lab("3.9")'))
+    alone.write_text(ONE_TEST)
 
     result = shared.lab("mutants", "--generic", "3.1")
 
     tests.write_text(held)
+    alone.unlink()
     assert "    - slot_of_id[0] = -1\n    + slot_of_id[0] = -2" in result.stdout
     killed, tried = map(int, re.search(r"3\.1: (\d+) of (\d+) changes are seen", result.stdout).groups())
     assert 0 < killed < tried
@@ -147,6 +149,9 @@ def test_what_no_test_sees_is_shown_and_counts_and_what_is_listed_must_be_a_chan
 
 
 ONE_TEST = """
+import pytest
+from minivllm.lora.mapping import slots_of
+
 
 @pytest.mark.lab("3.1")
 def test_alone():
