@@ -22,6 +22,7 @@ from labs.kit.regions import LabError, read_engine
 from minivllm.policies import routing
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.traffic import Arrival
+from tests.tools.nights import by_day
 
 SECRET = "nobody guesses this line"
 TINY = Traffic("tiny", {"requests": 40, "adapters": 40, "rate": 30.0, "adapter_mix": "thrash"})
@@ -140,9 +141,7 @@ def random_makers(rng):
     return {kind: made[kind] for kind in rng.sample(sorted(made), rng.randint(1, 4))}
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(12, 50))]
-)
+@pytest.mark.parametrize("seed", by_day(range(50), one_in=12))
 def test_no_random_policies_beat_a_bound(seed):
     rng = random.Random(seed)
     mix, turns = rng.choice(sorted(league.ADAPTERS)), rng.choice((1.0, 3.0))
@@ -157,7 +156,7 @@ def test_no_random_policies_beat_a_bound(seed):
     assert found["hits"] <= least["hits"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(range(6)))
 def test_no_way_to_route_and_admit_a_few_requests_beats_the_bound(seed, monkeypatch):
     """Every way to send five requests to two engines, in every order of admission; nothing is to be read at all."""
     monkeypatch.setattr(league, "ENGINES", 2)
@@ -432,7 +431,14 @@ def test_fifo_lets_the_first_go_however_often_it_was_used():
 # Exercises, and the command.
 
 
-@pytest.mark.parametrize(("number", "like"), [("10.2", "GDSF"), ("10.3", "fair"), ("10.4", "queue")])
+@pytest.mark.parametrize(
+    ("number", "like"),
+    [
+        ("10.2", "GDSF"),
+        pytest.param("10.3", "fair", marks=pytest.mark.nightly),
+        pytest.param("10.4", "queue", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_exercise_plays_as_the_policy_that_it_is(number, like, monkeypatch):
     exercise = read_engine()[number]
     texts = {"solved": exercise.text, "todo": exercise.fresh}

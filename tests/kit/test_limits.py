@@ -74,8 +74,15 @@ def test_what_leaves_a_test_has_failed_it_where_it_left(tmp_path):
         assert place.endswith(f"/{path.name}:{line}")
 
 
-def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path):
-    bodies = {**STAYS, STUBBORN: "computing"}
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        {"while True: pass": "computing", STUBBORN: "computing"},
+        pytest.param(STAYS, marks=pytest.mark.nightly),
+    ],
+    ids=["python", "python, C and sleep"],
+)
+def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path, bodies):
     paths, line = answers(tmp_path, bodies)
 
     for path, body, (results, trouble, passed) in zip(paths, bodies, run(paths, limit=2), strict=True):

@@ -15,6 +15,7 @@ from labs.kit.open_rules import broken_rules
 from labs.kit.regions import ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sync
 from minivllm.policies.replay import belady_hits
+from tests.tools.nights import by_day
 
 EXERCISES = {exercise.name: exercise for exercise in kit.open_exercises()}
 
@@ -33,7 +34,7 @@ def naive_of(name):
     return EXERCISES[name].ours("naive").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", by_day(EXERCISES))
 def test_the_naive_answer_misses_the_budget_and_ours_get_better(name):
     exercise = EXERCISES[name]
 
@@ -221,6 +222,7 @@ def test_policies_that_have_a_name_stand_beside_an_answer(monkeypatch):
     assert shares[2] == 1 and shares[3] == 0 and min(shares[:2]) > 1
 
 
+@pytest.mark.nightly
 def test_the_board_of_keeping_is_what_the_judge_says():
     exercise, traffic = EXERCISES["keeping"], keeping.traffic_of(kit.Random(17))
     answers = {
@@ -292,6 +294,7 @@ def test_routes_that_have_a_name_stand_beside_an_answer(monkeypatch):
     assert shares[3:] == [1, 0] and min(shares[:3]) > 1
 
 
+@pytest.mark.nightly
 def test_the_board_of_routing_is_what_the_judge_says():
     exercise, traffic = EXERCISES["routing"], routing.traffic_of(kit.Random(17))
     text = (ROOT / "solutions" / exercise.phase / "README.md").read_text(encoding="utf-8")
@@ -458,7 +461,9 @@ def test_an_answer_that_raises_is_refused_with_its_line():
     assert judged("eviction", text).why == "KeyError: 16 (line 3)"
 
 
-@pytest.mark.parametrize("body", ["while True:\n    pass\n", "import itertools\nsum(itertools.repeat(0))\n"])
+@pytest.mark.parametrize(
+    "body", by_day(["import itertools\nsum(itertools.repeat(0))\n", "while True:\n    pass\n"])
+)
 def test_an_answer_that_does_not_end_is_ended_when_it_takes_many_times_as_long_as_ours(monkeypatch, body):
     monkeypatch.setattr(kit, "ASK", 0.5)
     monkeypatch.setattr(kit, "_seconds_of_ours", lambda exercise, seed: 0.1)

@@ -54,8 +54,8 @@ def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():
     assert len(names) == len(set(names))
 
 
-# A mutant of every third phase, nightly all of every third exercise.
-SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())[1::3]]
+# A mutant of two phases, nightly all of every third exercise.
+SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())[1:8:6]]
 
 
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.nightly)])
