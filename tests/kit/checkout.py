@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from labs.kit import forks, in_place, overlay
 from labs.kit.forks import Job, Outcome
 from labs.kit.regions import ROOT, Exercise, edit, read_engine, splice
@@ -173,6 +175,12 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     except Exception:
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
+
+
+def asked_for(request: pytest.FixtureRequest) -> set[str]:
+    """What a module's tests are given as `name` in this run: a fixture need prepare no more."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
 
 
 def judged(
