@@ -24,11 +24,21 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shared(world):
-    """Of two ranks, with four slots; tests that end it stand last."""
-    llm = world.llm(tensor_parallel_size=2, max_loras=4, max_cpu_loras=8, threads=1, skip_tokenizer_init=True)
-    yield llm
-    llm.llm_engine.executor.shutdown()
+def engines():
+    """Those that live: one, or none after a test that ended it."""
+    alive = []
+    yield alive
+    for llm in alive:
+        llm.llm_engine.executor.shutdown()
+
+
+@pytest.fixture
+def shared(world, engines):
+    """Of two ranks, with four slots; most tests share one."""
+    if not engines:
+        options = {"max_loras": 4, "max_cpu_loras": 8, "threads": 1, "skip_tokenizer_init": True}
+        engines.append(world.llm(tensor_parallel_size=2, **options))
+    return engines[0]
 
 
 def answers(llm, loras, length=6, prompt=PROMPT):
@@ -169,9 +179,10 @@ def test_an_error_of_several_lines_that_ended_a_rank_is_one_sentence_of_the_same
 
 
 class TestTheEndOfARank:
-    """Of the engine that the tests above share; the last of them ends it."""
-
-    def test_by_a_signal_ends_every_request_by_name_and_leaves_nothing(self, world, shared, monkeypatch):
+    def test_by_a_signal_ends_every_request_by_name_and_leaves_nothing(
+        self, world, shared, engines, monkeypatch
+    ):
+        engines.clear()  # the next test gets another one
         for seconds in ("SECONDS_TO_HEAR", "SECONDS_TO_STOP"):  # on a busy machine news of it may take long
             monkeypatch.setattr(other_ranks, seconds, PATIENCE)
         engine = shared.llm_engine

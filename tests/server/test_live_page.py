@@ -100,6 +100,7 @@ def test_the_first_message_says_what_there_is(server):
 
 def test_each_step_is_sent_once_and_in_order(server):
     engine = server.server.state.llm._client.engine
+    ask(server, "qv")  # or there are no steps yet to tell of at first
     with events_of(server) as events:
         told = next(events)["steps"]
         begun = engine.metrics.steps

@@ -17,10 +17,10 @@ class VirtualTime(selectors.DefaultSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ahead, self._threads = 0.0, threading.active_count()
+        self.ahead, self._threads = 0.0, set(threading.enumerate())
 
     def select(self, timeout: float | None = None) -> list:
-        if timeout is None or timeout <= 0 or threading.active_count() > self._threads:
+        if timeout is None or timeout <= 0 or not self._threads.issuperset(threading.enumerate()):
             return super().select(timeout)
         events = super().select(0)
         self.ahead += 0 if events else timeout
