@@ -6,11 +6,12 @@ import shutil
 from xml.etree import ElementTree
 
 import pytest
-from checkout import Checkout
+from checkout import Checkout, asked_for
 
 from labs.kit.confine import LEAST_ABI, landlock_abi
 from labs.kit.refusals import check
 from labs.kit.regions import LabError, read_engine
+from tests.tools.nights import by_day
 
 pytestmark = pytest.mark.skipif(
     landlock_abi() < LEAST_ABI, reason="nothing is run where nothing can be confined"
@@ -27,12 +28,11 @@ HOSTILE = {
     "a process too many": "import os\nfor n in range(20): os.fork() or os._exit(0)",
     "huge allocation": "held = bytearray(16 << 30)",
     "huge tensor": "import torch\nheld = torch.zeros(1 << 33)",
-    "writing into the checkout": "import labs\nopen(labs.__path__[0] + '/harm.txt', 'w').write('x')",
     "changing a mode": "import labs, os\nos.chmod(labs.__path__[0], 0)",
+    "writing into the checkout": "import labs\nopen(labs.__path__[0] + '/harm.txt', 'w').write('x')",
     "killing the grader": "import os\nos.kill(os.getppid(), 9)",
     "leaving with 0": "import os\nos._exit(0)",
     "a skip": "import unittest\nraise unittest.SkipTest('easy')",
-    "the end of the session": "import pytest\npytest.exit('done', 0)",
     "made-up results": (
         "import json, os\n"
         "test = 'tests/phase_03/test_slot_mapping.py::test_x'\n"
@@ -43,6 +43,7 @@ HOSTILE = {
         "        except OSError: pass\n"
         "os._exit(0)"
     ),
+    "the end of the session": "import pytest\npytest.exit('done', 0)",
     "another assertion": "import torch\ntorch.testing.assert_close = lambda *a, **k: None",
     "another pytest": (
         "import _pytest.runner as r\n"
@@ -75,10 +76,11 @@ def checkout(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def graded(checkout, tmp_path_factory):
-    """All of them together, between two honest ones, unread: `refusals` would stop most of them before."""
+def graded(checkout, tmp_path_factory, request):
+    """All that are asked for together, between two honest ones, unread: `refusals` would stop most of them before."""
     folder = tmp_path_factory.mktemp("submissions")
-    for name in ("a student", *HOSTILE, "the last student"):
+    hostile = [name for name in HOSTILE if name in asked_for(request)]
+    for name in ("a student", *hostile, "the last student"):
         submit(folder, name, HOSTILE.get(name, ""))
     code = (
         "import json, pathlib\n"
@@ -94,7 +96,7 @@ def graded(checkout, tmp_path_factory):
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", by_day(HOSTILE, one_in=2))
 def test_a_hostile_submission_gets_no_point(graded, name):
     assert graded[name]["points"] == 0
     assert graded[name]["exercises"][0]["state"] == "failed"
