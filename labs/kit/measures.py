@@ -183,7 +183,7 @@ QUESTIONS = {
     ),
     "3": Question(
         "24 tokens of three adapters come in turns: 1, 2, 3, 1, 2, 3, ... How many matrix products does the backend by "
-        "runs need for one linear, that of the base among them?",
+        "runs need for one linear of one slice, such as o_proj, that of the base among them?",
         "in turns",
         "products",
         products_by_order,

@@ -336,8 +336,8 @@ def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
     said = checkout.execute(code).stdout
 
     assert re.fullmatch(
-        r"3\.2 test_\S+ has run for \d+ s\. It is ended after 10 s of computing, "
-        r"or 20 times what our code takes if that is longer\n",
+        r"3\.2 test_\S+ has run for \d+ s by the clock\. It is ended once it has computed for 10 s, "
+        r"or for 20 times what our code takes if that is longer\n",
         said,
     )
 

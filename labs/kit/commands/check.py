@@ -157,8 +157,8 @@ def say_wait(job: "Job", test: str, seconds: float) -> None:
     if console.is_terminal:
         print(WIPE, end="")
     console.print(
-        f"[dim]{job.exercise} {escape(name_of(test))} has run for {seconds:.0f} s. It is ended after "
-        f"{LEAST:.0f} s of computing, or {FACTOR:.0f} times what our code takes if that is longer[/]"
+        f"[dim]{job.exercise} {escape(name_of(test))} has run for {seconds:.0f} s by the clock. It is ended once it "
+        f"has computed for {LEAST:.0f} s, or for {FACTOR:.0f} times what our code takes if that is longer[/]"
     )
 
 
