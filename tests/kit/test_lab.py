@@ -90,6 +90,13 @@ def test_the_path_says_of_each_phase_on_which_path_it_is(checkout):
     assert "\n04_triton_sgmv  kernel path, 0 of 4\n" in said
 
 
+def test_several_exercises_may_be_named_and_a_phase_among_them(checkout):
+    said = checkout.lab("check", "3.2", "1", "3.2").stdout
+
+    assert said.startswith("Checking 3.2, 1, 3.2: ") and said.count("· 3.2 ") == 1
+    assert "· 1.1 " in said and "· 1.6 " in said and "3.3 " not in said
+
+
 def test_commands_of_instructors_and_maintainers_stand_apart_from_a_learners(checkout):
     learners, instructors, maintainers = re.split(
         "For instructors|For maintainers", checkout.lab("--help").stdout
