@@ -129,6 +129,7 @@ def test_what_is_listed_and_seen_by_a_test_is_named(shared, equivalents):
     assert result.returncode == 1
 
 
+@pytest.mark.nightly
 def test_what_no_test_sees_is_shown_and_counts_and_what_is_listed_must_be_a_change(shared, equivalents):
     equivalents.write_text(LISTED.format(old="slot_of_id[0] = -1", new="slot_of_id[0] = -7"))
     tests = shared.root / "tests/phase_03/test_slot_mapping.py"

@@ -15,7 +15,6 @@ from labs.kit.forks import Job, Outcome, Result
 from labs.kit.hunt import PHASE, read_hunts
 from labs.kit.hunt_files import WITH_DOCSTRING, whole
 from labs.kit.hunt_rules import source_reading
-from labs.kit.mutants import picked
 from labs.kit.overlay import engine_file
 from labs.kit.regions import LabError, read_engine
 
@@ -26,11 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HUNTS = read_hunts()
 SOLUTIONS = ROOT / "solutions" / PHASE
 each = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.number)
-# By a hash, so that nobody chose them; nightly all.
-SAMPLE = [picked(HUNTS)]
-some_nightly_all = pytest.mark.parametrize(
-    "chosen", [SAMPLE, pytest.param(list(HUNTS), marks=pytest.mark.nightly)], ids=len
-)
 
 
 def reference(hunt):
@@ -227,8 +221,8 @@ def test_the_incidents_own_test_fails_with_the_fault(checkout):
     assert sorted(lines) == sorted(f"{number} True" for number in HUNTS)
 
 
-@some_nightly_all
-def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mended(checkout, chosen):
+@pytest.mark.nightly
+def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mended(checkout):
     code = (
         "from labs.kit.forks import run\n"
         "from labs.kit.hunt import read_hunts\n"
@@ -236,7 +230,7 @@ def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mende
         "from labs.kit.hunt_grade import incident_job\n"
         "from labs.kit.overlay import Source, engine_file\n"
         "jobs = []\n"
-        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
+        "for hunt in read_hunts().values():\n"
         "    given, mended = {}, {}\n"
         "    for module, broken in hunt.faults[0].texts().items():\n"
         "        sound = engine_file(module).read_text()\n"
@@ -251,7 +245,7 @@ def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mende
 
     lines = ask(checkout, code)
 
-    expected = {f"{number} {which}" for number in chosen for which in ("given fails", "mended passes")}
+    expected = {f"{number} {which}" for number in HUNTS for which in ("given fails", "mended passes")}
     assert set(lines) == expected
 
 
@@ -320,7 +314,7 @@ def test_a_fix_of_one_part_of_a_fault_is_refused(checkout, chosen):
         "from labs.kit.hunt import read_hunts\n"
         "from labs.kit.hunt_grade import incident_job\n"
         "jobs = []\n"
-        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
+        "for hunt in read_hunts().values():\n"
         "    for n, half in enumerate(mended_in_part(hunt.faults[0])):\n"
         "        right = str(n) in hunt._sealed.get('right_alone', {})\n"
         "        jobs.append(incident_job(hunt, (hunt.number, n, right), half.sources()))\n"
@@ -376,6 +370,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.nightly
 def test_a_fix_is_judged_by_what_the_engine_does(checkout):
     """Half a fix is refused, and so is one that breaks something else; the words of an error are the hunter's own."""
     fixes = {**REFUSED, **TAKEN}
@@ -402,6 +397,7 @@ def test_a_fix_is_judged_by_what_the_engine_does(checkout):
     )
 
 
+@pytest.mark.nightly
 def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
     """Ours do. One that asserts how the engine is written fails there, which no broken engine shows."""
     inner = {
