@@ -87,8 +87,8 @@ class WrappedModules:
         A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which stands in the model wherever the
         layer did (`place_of` each name). Afterwards:
         modules           the layer's first name -> its wrapper
-        wrapper.targets   what adapters may call a slice, under any name of the layer (`_names_of_slices`) -> its number
-        claims            these, and what the wrapper is `also_called` under any name -> the first name
+        wrapper.targets   name of a slice -> its number; `_names_of_slices` has them for each name of the layer
+        claims            each of these names, and each that the wrapper is `also_called` -> the layer's first name
         """
         raise Todo("lab 2.5: wrap every layer of a model, once")
 

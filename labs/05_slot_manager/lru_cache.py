@@ -14,8 +14,8 @@ class LRUCache(OrderedDict[int, V]):
     `put` and `touch` are uses; looking is none. vLLM's has pins; here whoever makes room says who must stay. There, a
     callback runs when an entry leaves; here, `remove_oldest` returns what it removed.
 
-    version   another object after every change, of the order too, whoever makes it: the same one where nothing is new.
-              It has no value, such as a count of changes has: two caches with the same entries are alike
+    version   an object that is replaced by a new one at every change, one of the order too: while it is the same
+              object, nothing has changed
     """
 
     def __init__(self, capacity: int) -> None:

@@ -237,7 +237,7 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit whoever can join, by `line`, until the step is `_full`. `halted_by` says what ended it.
 
-        Who may not join yet is skipped. `output.passed_over` has the reason, by adapter: the first of these that holds.
+        A request that may not join yet is skipped. `output.passed_over` has its adapter's reason, the first that holds:
         what `why_wait` says  the adapter is about to change
         MAX_LORAS             it does not fit (`lora.fits`), and from now on it waits (`lora.pass_over`)
         ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)

@@ -25,7 +25,7 @@ class Slots:
 
     # region lab 2.1: room for S adapters
     def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """Slots in buffers that are there already, and into which no adapter was written yet."""
+        """Slots in buffers that the caller has made, taken as they are. No adapter was written into any slot yet."""
         self.a, self.b = tuple(a), tuple(b)
         self.beside: dict[str, tuple[torch.Tensor, ...]] = {}
         self.live_ranks = [[0] * len(buffer) for buffer in self.a]

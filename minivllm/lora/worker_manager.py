@@ -125,8 +125,8 @@ class LRUCacheWorkerLoRAManager:
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
         """The step's adapters by id, as `_distinct` has them. They are `in_use` from here on, and only they.
 
-        Say the slots have 1, 2 and 3, and a step wants 4, 1 and 5. Loading 4 would else evict 1, only for 1 to be
-        copied in again. A step that is refused leaves `in_use` as it was.
+        Say the slots have 2, 3 and 4, used in this order, and a step wants 1, 2 and 5. Loading 1 would else evict 2,
+        only for 2 to be copied in again. A step that is refused leaves `in_use` as it was.
         """
         wanted = self._distinct(requests)
         self.manager.set_in_use(wanted)
