@@ -201,7 +201,7 @@ def pair_up(
     vocab_size       the width that the A of an embedding must have, None = any
     weights_mapper   gives the model's names of modules. The config's patterns know the checkpoint's names
 
-    `read_tensor` says what each tensor is. Where it gives the same tensor back, `check_tensor` judges it.
+    `read_tensor` says what each tensor is. One that it returns as it is goes to `check_tensor`, which judges it.
 
     ValueError names a tensor whose name is not LoRA's, or one that is there twice (with PEFT's prefix and without). It
     is raised, too, when there are no LoRA weights at all.

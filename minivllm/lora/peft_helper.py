@@ -60,7 +60,7 @@ class PEFTHelper:
     extensions  the engine's options, which read the adapter's config, tensors and files, and what else it was given
     beside     what options found in it, by the option's name; {} for a plain adapter
     pattern_name   module name -> the name that patterns know; an option may say that they differ
-    key        the same for configs by which tensors of the same names and shapes are read alike
+    key        two configs with the same key read tensors of the same names and shapes alike
 
     ValueError names a field that is not what its type says. `validate_legal` refuses what is not served.
     """
