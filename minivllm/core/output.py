@@ -34,8 +34,8 @@ class SchedulerOutput:
     cached_tokens   request id -> tokens found in the prefix cache, for those admitted in this step
     preempted       ids of requests that lost their KV blocks and wait again
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
-    passed_over     adapter -> why the first of its requests that this step asked could not join: MAX_LORAS, RELOAD_PENDING,
-                    ADAPTER_COPY (see `prefetch`), or what `Scheduler.why_wait` says
+    passed_over     adapter -> why the first of its requests that this step asked could not join: MAX_LORAS,
+                    RELOAD_PENDING, ADAPTER_COPY (see `prefetch`), or what `Scheduler.why_wait` says
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
                     The caller answers them; a second call of `schedule` does not name them again
     prefetch        adapters that get a slot while this step runs, for requests that join the next one
