@@ -11,7 +11,7 @@ from labs.kit.mutants import Mutant, mutants_of
 from labs.kit.regions import Exercise, LabError
 
 SURE = 0.9  # so much of what a mistake breaks must be broken in the same words, for it to be named
-NEAR = 0.5  # so much alike must the nearest be, for it to be offered
+NEAR = 0.7  # so much alike must the nearest be, for it to be offered: less has accused code that was right
 IN_OTHER_NUMBERS = 0.5  # how alike two messages are that differ in nothing but numbers
 LOOKED_AT = 5  # failures that every mistake is compared by at first
 CLOSER = 5  # mistakes that are then compared by all

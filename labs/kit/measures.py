@@ -14,12 +14,16 @@ Counts = dict[str, float]  # case -> count
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of one case, and what counts all of them.   unit: of the counts"""
+    """What is asked of one case, and what counts all of them.
+
+    unit   of the counts    why   how one comes to the right number, for whoever has guessed
+    """
 
     text: str
     case: str
     unit: str
     count: Callable[[], Counts]
+    why: str
 
 
 def bytes_of_adapters() -> Counts:
@@ -173,6 +177,8 @@ QUESTIONS = {
         "sql",
         "MB",
         bytes_of_adapters,
+        "A pair has rank · (inputs + outputs) numbers. The seven linears of a block have 576 + 576, twice 576 + 192, "
+        "576 + 576 and three times 576 + 1536: 10,176 together, times rank 16, 30 blocks and 4 bytes.",
     ),
     "2": Question(
         "A linear has three slices, 576 wide, with 576, 192 and 192 outputs. How many KB (1,000 bytes) do 4 slots of "
@@ -180,6 +186,8 @@ QUESTIONS = {
         "4 slots",
         "KB",
         bytes_of_slots,
+        "Each slice has an A of its own, as wide as the input, and a B as high as its outputs. Every slot has room for "
+        "the largest rank: 4 · 32 · (3 · 576 + 576 + 192 + 192) numbers of 4 bytes.",
     ),
     "3": Question(
         "24 tokens of three adapters come in turns: 1, 2, 3, 1, 2, 3, ... How many matrix products does the backend by "
@@ -187,6 +195,8 @@ QUESTIONS = {
         "in turns",
         "products",
         products_by_order,
+        "No two neighbours share an adapter, so each token is a run of its own, with a product by A and one by B: "
+        "2 · 24, and one product of the base for all rows.",
     ),
     "4": Question(
         "16 tokens of one adapter have the shrink kernel load and store some KB (1,000 bytes); R = 16, K = 256, all in "
@@ -194,12 +204,16 @@ QUESTIONS = {
         "8 adapters",
         "KB",
         bytes_of_shrink,
+        "x and h are moved once, and A once for each adapter: 16 · 256 + 8 · 16 · 256 + 16 · 16 numbers of 4 bytes, "
+        "and a few bytes more that say which rows a tile has.",
     ),
     "5": Question(
         "Four places, least recently used out. 120 requests go round 5 adapters in turn. How many miss?",
         "5 adapters",
         "misses",
         misses_in_turns,
+        "The adapter that comes next is always the one that was used longest ago, and it was thrown out for the "
+        "request just before.",
     ),
     "6": Question(
         "Two slots are taken by answers of 40 tokens when a third adapter's request comes in the same step. The bound "
@@ -207,6 +221,8 @@ QUESTIONS = {
         "bound 8",
         "steps",
         waits_by_bound,
+        "The third adapter is passed over in 8 steps. In the ninth it is due: a running request makes way, and the "
+        "prompt is computed in the same step.",
     ),
     "7": Question(
         "Twelve requests of three adapters came in turns: 1, 2, 3, 1, 2, 3, ... How many runs does a linear meet in "
@@ -214,6 +230,8 @@ QUESTIONS = {
         "3 adapters",
         "runs",
         runs_of_a_batch,
+        "The rows of a batch are ordered by adapter before they are computed, so all rows of an adapter stand together "
+        "and are one run.",
     ),
 }
 

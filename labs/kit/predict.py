@@ -38,7 +38,7 @@ def measured(phase: str) -> tuple[Counts, Counts | None]:
 
 
 def predict(phase: str, guess: float | None) -> None:
-    """Say what came out of our code, and of the learner's where the phase is theirs, and draw both beside the guess.
+    """Say what came out of our code, and of the learner's where the phase is theirs, and why; draw it beside the guess.
 
     phase   such as `3`     guess   None: the reader has not guessed, and no number is given away
     """
@@ -51,6 +51,7 @@ def predict(phase: str, guess: float | None) -> None:
         print(f"your guess: {guess:g} {question.unit}; our code: {ours[question.case]:g}")
         if theirs:
             print(f"your code: {theirs[question.case]:g}")
+        print(f"why: {question.why}")
     draw(phase, guess, ours, theirs)
 
 

@@ -73,14 +73,15 @@ def test_without_a_guess_nothing_gives_the_number_away(capsys, shown):
 
     said = capsys.readouterr().out
     assert "How many miss?" in said
-    assert "our code" not in said
+    assert "our code" not in said and "why" not in said
     assert shown == [[4, 3, 2]]
 
 
 def test_with_a_guess_the_count_stands_beside_it(capsys, shown):
     predict("5", 24)
 
-    assert "your guess: 24 misses; our code: 120\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "your guess: 24 misses; our code: 120\n" in said and "\nwhy: The adapter that comes next" in said
     assert shown == [[120, 4, 3, 2]]
 
 
