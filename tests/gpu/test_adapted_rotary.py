@@ -10,6 +10,7 @@ from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.gpu.fused import blocks
 from minivllm.gpu.fused.blocks import attend, linear_deferred
+from minivllm.gpu.kernels import paged_tuning
 from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
@@ -192,6 +193,17 @@ def test_one_adapter_for_q_k_and_v():
     qkv.step(MIXTURES["mixed"])
 
     qkv.assert_answers(MIXTURES["mixed"])
+
+    assert qkv.left is not None
+
+
+def test_a_program_turns_several_rows_and_heads_in_a_long_step(monkeypatch):
+    """A step is long from 513 tokens on, which `test_prompts_of_many_rows_a_tile` has at night; here from 4 on."""
+    monkeypatch.setattr(paged_tuning, "FEW_TOKENS", 3)
+    qkv = QKV()
+    qkv.step(MIXTURES["mixed"])
+
+    qkv.assert_answers(MIXTURES["mixed"], "tiled")
 
     assert qkv.left is not None
 

@@ -16,7 +16,12 @@ from minivllm.gpu.kernels.paged_tuning import (
 )
 from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.kernels.write_pages_op import write_pages
+from minivllm.gpu.pages.backend import PagedBackend
+from minivllm.gpu.pages.slots import PagedSlots
 from minivllm.gpu.sgmv import LoRAKernelMeta
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.slots import Slots
 from tests.tools.device import DEVICE
 from tests.tools.nights import by_day
 
@@ -265,3 +270,20 @@ def test_base_rows_stay_as_they_are_bit_by_bit():
     is_base = batch.adapters < 0
     assert is_base.any()
     assert torch.equal(y.cpu()[is_base], batch.y[is_base])
+
+
+def test_a_heads_slots_are_in_no_pages_and_the_same_backend_adds_what_they_hold():
+    x, y = random(3, 24, seed=1), random(3, 40, seed=2)
+    a, b = random(5, 24, seed=3), random(40, 5, seed=4)
+    backend = PagedBackend(3, 3, DEVICE, 2, 8)
+    slots = backend.place(Slots.empty(2, 8, [(24, 40)], torch.float32, DEVICE), None)
+    slots.write(1, [LoRALayerWeights("lm_head", 5, 5, a, b)])
+    backend.begin_step(LoRAMapping((6, 0, 6), (6, 0, 6)), [None, 6])
+
+    found = y.to(DEVICE, copy=True)
+    backend.add(found, x.to(DEVICE), slots, backend.sample_rows(3))
+
+    assert not isinstance(slots, PagedSlots)
+    added = x.double() @ a.double().T @ b.double().T
+    added[1] = 0
+    assert_near(found, y.double() + added, TOLERANCE[torch.float32])
