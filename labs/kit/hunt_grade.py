@@ -1,5 +1,6 @@
 """Grades hunts: the learner's test on sound and broken engines, then the learner's fix on the incident's tests."""
 
+import ast
 import difflib
 import time
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from labs.kit.forks import SKIPPED, Job, Outcome, run
 from labs.kit.hunt import Hunt, read_hunts
 from labs.kit.hunt_rules import source_reading
 from labs.kit.limits import NO_END
-from labs.kit.overlay import Source, compile_source
+from labs.kit.overlay import Source, compile_source, engine_file
 from labs.kit.regions import ROOT, LabError
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
@@ -23,6 +24,7 @@ SOUND, BROKEN, VARIANT, OTHER, FIX, OTHERWISE = (
     "your fix",
     "a sound engine that is written otherwise",
 )
+TOO_WEAK = "your test passes on the broken engine, and must fail there"
 DOES_NOT_END = "a call hangs, or computes for too long, that ends on the sound engine"
 
 
@@ -75,6 +77,8 @@ def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str
             "so that it holds for every form of the mistake"
         ], 0.0
     problems, seconds = _judge([_job(SOUND, {}, path), _job(BROKEN, hunt.broken(), path)], limit)
+    if problems == [TOO_WEAK]:
+        return [TOO_WEAK + advice_on_weakness(hunt, path, limit)], seconds
     if problems:
         return problems, seconds
     jobs = [_job(VARIANT, fault.sources(), path) for fault in hunt.faults[1:]]
@@ -85,6 +89,50 @@ def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str
                 jobs.append(_job(f"{OTHER} (hunt {other.id})", other.broken(), path))
     problems, more = _judge(jobs, limit)
     return problems, seconds + more
+
+
+def advice_on_weakness(hunt: Hunt, path: Path, limit: float | None) -> str:
+    """Whether a test that sees nothing on the broken engine calls what is broken there; "" where nobody can know."""
+    trapped = {}
+    for module, source in hunt.broken().items():
+        text = with_traps(engine_file(module).read_text(encoding="utf-8"), source.text)
+        if text is None:
+            return ""
+        trapped[module] = source._replace(text=text)
+    [(_, outcome)] = run([_job(BROKEN, trapped, path)], limit=limit)
+    if outcome.of("failed") or outcome.trouble:
+        return ": it calls the code that is broken, but what it asks for is right there, too"
+    return ": it never calls the code that is broken, so a step of what users did is missing"
+
+
+def with_traps(sound: str, broken: str) -> str | None:
+    """The broken text, each of whose functions that differ raises at once. None where something else differs."""
+    theirs = broken.splitlines()
+    numbers = [number for number, line in enumerate(theirs, 1) if is_code(line)]
+    codes = [list(filter(is_code, lines)) for lines in (sound.splitlines(), theirs)]
+    changed = {
+        numbers[min(at, len(numbers) - 1)]
+        for tag, _, _, begin, end in difflib.SequenceMatcher(None, *codes, False).get_opcodes()
+        for at in range(begin, max(end, begin + 1))
+        if tag != "equal"
+    }
+    functions = [
+        n for n in ast.walk(ast.parse(broken)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    traps = {}
+    for line in changed:
+        around = [f for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
+        if not around:
+            return None
+        first = max(around, key=lambda f: f.lineno).body[0]
+        traps[first.lineno] = " " * first.col_offset + "raise RuntimeError('here it is broken')"
+    for line in sorted(traps, reverse=True):
+        theirs.insert(line - 1, traps[line])
+    return "\n".join(theirs) + "\n"
+
+
+def is_code(line: str) -> bool:
+    return not line.isspace() and bool(line) and not line.lstrip().startswith("#")
 
 
 def _job(engine: str, sources: dict[str, Source], path: Path) -> Job:
@@ -114,8 +162,11 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
     if broken_file:
         return f"on {engine} the file cannot be read: {broken_file[0].message}"
     if must_fail:
-        what = {BROKEN: "the broken engine", VARIANT: "another form of the same fault"}[engine]
-        return None if failed else f"your test passes on {what}, and must fail there"
+        weak = {
+            BROKEN: TOO_WEAK,
+            VARIANT: "your test passes on another form of the same fault, and must fail there",
+        }
+        return None if failed else weak[engine]
     if failed:
         name = failed[0].test.partition("::")[2]  # with its class, whose name is the subject of the test's
         return f"{name} fails on {engine}, and must pass there: {failed[0].message}"

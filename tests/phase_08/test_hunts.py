@@ -467,7 +467,11 @@ def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
 
 
 WRONG = {
-    "always_passes": ("assert True", "passes on the broken engine"),
+    "always_passes": ("assert True", "must fail there: it never calls the code that is broken"),
+    "asks_for_what_is_right_there": (
+        "from minivllm.lora.mapping import compute_runs\n    assert compute_runs([1, 1])",
+        "must fail there: it calls the code that is broken, but what it asks for is right there",
+    ),
     "always_fails": ("assert False, 'no'", "fails on the sound engine"),
     "fails_on_everything": (
         "import sys\n    assert not [f for f in sys.meta_path if type(f).__name__ == 'Overlay' and f.sources]",
