@@ -1,8 +1,11 @@
 """What a learner has done so far: in the files under `labs/`, and in `.lab/`, which git does not see."""
 
+import fcntl
 import json
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,31 @@ def shown(path: Path) -> str:
 
 
 class Progress:
-    """passed: exercise -> hash of the code that passed, the latest last; hints: exercise -> how many were given"""
+    """passed: exercise -> hash of the code that passed, the latest last; hints: exercise -> how many were given
+
+    Several commands may run beside each other: each reads the file again before it changes something in it.
+    """
 
     def __init__(self) -> None:
         self.file = FOLDER / "progress.json"
+        self._read()
+
+    def _read(self) -> None:
         held: dict[str, Any] = json.loads(self.file.read_text()) if self.file.is_file() else {}
         self.passed: dict[str, str] = held.get("passed", {})
         self.hints: dict[str, int] = held.get("hints", {})
 
-    def save(self) -> None:
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, `passed` and `hints` are as the last command left them, and no other changes them."""
         FOLDER.mkdir(exist_ok=True)
-        self.file.write_text(json.dumps({"passed": self.passed, "hints": self.hints}, indent=1))
+        with (FOLDER / "progress.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._read()
+            yield
+            written = self.file.with_suffix(".new")
+            written.write_text(json.dumps({"passed": self.passed, "hints": self.hints}, indent=1))
+            written.replace(self.file)  # at once, for those who only read
 
     @property
     def last(self) -> str | None:
@@ -37,9 +54,9 @@ class Progress:
 
     def remember(self, number: str, digest: str) -> None:
         """This code of the exercise has passed."""
-        self.passed.pop(number, None)
-        self.passed[number] = digest
-        self.save()
+        with self.changing():
+            self.passed.pop(number, None)
+            self.passed[number] = digest
 
     def state(self, exercise: Exercise) -> str:
         """passed, if this very code did; todo, if the stub stands untouched; else started."""

@@ -27,9 +27,9 @@ def hint(number: Number) -> None:
     hints = hints_of(exercise)
     if not hints:
         raise LabError(f"there are no hints for lab {number} yet")
-    given = min(progress.hints.get(number, 0) + 1, len(hints.hints))
-    progress.hints[number] = given
-    progress.save()
+    with progress.changing():
+        given = min(progress.hints.get(number, 0) + 1, len(hints.hints))
+        progress.hints[number] = given
     console.print(f"[bold]Hint {given} of {len(hints.hints)}, lab {number}: {escape(exercise.title)}[/]")
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
 

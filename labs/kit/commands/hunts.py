@@ -92,8 +92,8 @@ def check_hunts(hunts: list[Hunt]) -> bool:
             console.print(f"{SIGNS['failed']} {hunt.number} {escape(hunt.title)}\n    {escape(str(error))}")
             continue
         if grade.step == "fix":
-            progress.passed[of_test] = hunt.digest(with_fixes=False)
-            progress.save()
+            with progress.changing():
+                progress.passed[of_test] = hunt.digest(with_fixes=False)
         console.print(
             f"{SIGNS[grade.state]} {hunt.number} {escape(hunt.title)}  [dim]{grade.seconds:.1f} s[/]"
         )
@@ -103,8 +103,8 @@ def check_hunts(hunts: list[Hunt]) -> bool:
             console.print(f"    {line}")
         passed += grade.state == "passed"
         if grade.state == "passed":
-            progress.passed[hunt.number] = grade.digest
-            progress.save()
+            with progress.changing():
+                progress.passed[hunt.number] = grade.digest
     if len(hunts) > 1:
         console.print(f"{passed} of {len(hunts)} hunts")
     return passed == len(hunts)
@@ -126,9 +126,9 @@ def next_step(grade: Any) -> list[str]:
 def hint(hunt: Hunt) -> None:
     """The next of its hints."""
     progress = Progress()
-    given = min(progress.hints.get(hunt.number, 0) + 1, len(hunt.hints))
-    progress.hints[hunt.number] = given
-    progress.save()
+    with progress.changing():
+        given = min(progress.hints.get(hunt.number, 0) + 1, len(hunt.hints))
+        progress.hints[hunt.number] = given
     console.print(f"[bold]Hint {given} of {len(hunt.hints)}, hunt {hunt.number}: {escape(hunt.title)}[/]")
     console.print(hunt.hints[given - 1].strip("\n"), markup=False)
 
