@@ -210,7 +210,9 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_and_drops_the_step(wor
         assert output.outputs[0].finish_reason == "error"
         assert "adapter 'bad'" in output.error and "NaN" in output.error
     assert ids(second) == ["good"], "the others go on with the next step"
-    assert second[0].metrics.first_scheduled_time is not None, "it was admitted by the step that was dropped"
+    assert second[0].metrics.first_scheduled_time is not None, (
+        "the dropped step admitted it, and the output processor heard nothing of that (`mark_scheduled`)"
+    )
 
 
 def watch_launches(engine, monkeypatch):
