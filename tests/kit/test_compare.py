@@ -336,8 +336,8 @@ def test_the_command_says_what_cannot_be_compared(program, tmp_path_factory):
 
     nothing = checkout.lab("compare", "--", "python", str(program))
     shell = checkout.lab("compare", "--labs", "6.1", "--", "ls")
-    todo = checkout.lab("compare", "--labs", "6.1", "--", "python", str(program))
+    todo = checkout.lab("compare", "--labs", "6.2", "--", "python", str(program))
 
     assert nothing.returncode == 2 and "nothing is yours yet" in nothing.stderr
     assert shell.returncode == 2 and "'ls' is no Python program" in shell.stderr
-    assert todo.returncode == 1 and "errors: yours raises Todo: lab 6.1" in todo.stdout
+    assert todo.returncode == 1 and "errors: yours raises Todo: lab 6.2" in todo.stdout
