@@ -90,24 +90,23 @@ def test_the_longest_context_bounds_what_a_request_may_need():
 
 
 @pytest.mark.parametrize(
-    ("params", "tokens", "status", "stop_reason", "length"),
+    ("params", "tokens", "status", "stop_reason"),
     [
-        ({"max_tokens": 3}, [5, 5, 5], RequestStatus.FINISHED_LENGTH_CAPPED, None, 3),
-        ({"max_tokens": 9}, [5, 2], RequestStatus.FINISHED_STOPPED, None, 2),
-        ({"max_tokens": 4, "ignore_eos": True}, [2] * 4, RequestStatus.FINISHED_LENGTH_CAPPED, None, 4),
-        ({"max_tokens": 9, "stop_token_ids": [7, 8]}, [5, 8], RequestStatus.FINISHED_STOPPED, 8, 2),
+        ({"max_tokens": 3}, [5, 5, 5], RequestStatus.FINISHED_LENGTH_CAPPED, None),
+        ({"max_tokens": 9}, [5, 2], RequestStatus.FINISHED_STOPPED, None),
+        ({"max_tokens": 4, "ignore_eos": True}, [2] * 4, RequestStatus.FINISHED_LENGTH_CAPPED, None),
+        ({"max_tokens": 9, "stop_token_ids": [7, 8]}, [5, 8], RequestStatus.FINISHED_STOPPED, 8),
         (
             {"max_tokens": 9, "stop_token_ids": [2], "ignore_eos": True},
             [5, 2],
             RequestStatus.FINISHED_STOPPED,
             2,
-            2,
         ),
-        ({"max_tokens": 9, "min_tokens": 3}, [2, 2, 2], RequestStatus.FINISHED_STOPPED, None, 3),
-        ({"max_tokens": 2}, [5, 2], RequestStatus.FINISHED_STOPPED, None, 2),
+        ({"max_tokens": 9, "min_tokens": 3}, [2, 2, 2], RequestStatus.FINISHED_STOPPED, None),
+        ({"max_tokens": 2}, [5, 2], RequestStatus.FINISHED_STOPPED, None),
     ],
 )
-def test_a_request_ends_where_its_parameters_say(params, tokens, status, stop_reason, length):
+def test_a_request_ends_where_its_parameters_say(params, tokens, status, stop_reason):
     scheduler = base_scheduler()
     request = Request("r", [1, 2, 3], SamplingParams(**params), eos_token_ids=frozenset([2]))
     scheduler.add_request(request)
@@ -118,7 +117,7 @@ def test_a_request_ends_where_its_parameters_say(params, tokens, status, stop_re
 
     assert (request.status, request.stop_reason) == (status, stop_reason)
     assert request.output_token_ids == tokens
-    assert request.num_output_tokens == length
+    assert request.num_output_tokens == len(tokens)
 
 
 def test_tokens_after_the_one_that_ends_a_request_are_dropped():
@@ -261,7 +260,10 @@ def test_scheduling_again_without_an_update_gives_the_same_step():
 
 
 def test_a_request_passed_over_in_a_dropped_step_has_begun_to_wait():
-    """Its place went to others in that step, and no later step shows it."""
+    """The batch is full from that step on, so no later step asks the waiter: its wait must begin there.
+
+    It counts from the next step that is computed.
+    """
     world = World(max_loras=1, max_lora_wait_steps=4, max_num_seqs=2)
     world.add_all(1, 2, 1, max_tokens=50)
     waiter = list(world.scheduler.waiting)[1]
@@ -272,7 +274,7 @@ def test_a_request_passed_over_in_a_dropped_step_has_begun_to_wait():
     assert steps == [False, False, False, False, True, True]
 
 
-def test_a_dropped_step_counts_for_no_clock_and_computes_nothing():
+def test_a_dropped_step_adds_nothing_to_any_wait_and_computes_nothing():
     world = World(max_loras=1, max_lora_wait_steps=3, block_size=4)
     running, waiter = world.add_all(1, 2, prompt=range(9), max_tokens=30)
 
@@ -351,8 +353,10 @@ def test_the_statistics_count_tokens_blocks_and_hits():
     stats = scheduler_stats(world.scheduler)
 
     assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 1)
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 8)
-    assert (stats.num_computed_tokens, stats.num_sampled_tokens) == (11 + 1, 3 + 1)
+    # Two prompts of 9 tokens were looked up; the second finds the first one's two full blocks, and computes one token.
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (9 + 9, 8)
+    assert (stats.num_computed_tokens, stats.num_sampled_tokens) == (9 + 2 + 1, 3 + 1)
+    # 10 blocks are usable, of which the running request has 3. The waiting one needs 8.
     assert (stats.num_free_blocks, stats.num_cached_blocks) == (7, 2)
     assert stats.kv_cache_usage == pytest.approx(0.3)
     assert (running.num_cached_tokens, waiting.num_cached_tokens) == (8, 0)

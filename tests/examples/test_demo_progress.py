@@ -72,9 +72,6 @@ class TestBeforehand:
     def test_in_round_numbers(self, seconds, words):
         assert approximately(seconds) == words
 
-    def test_the_steps_are_those_until_the_last_request_has_come_and_is_answered(self):
-        assert expected_steps(27, 48) == 2 * 26 + 48
-
 
 class TestOnATerminal:
     @pytest.mark.parametrize("width", [80, 120])
@@ -137,15 +134,31 @@ class Engine:
         return [SimpleNamespace(request_id=name, finished=True, outputs=[completion]) for name in ended]
 
 
-def test_serving_counts_its_answers_and_tokens(monkeypatch):
-    calls = []
-    monkeypatch.setattr(ServeProgress, "advance", lambda self, *counts: calls.append(counts))
+@pytest.fixture
+def counts(monkeypatch):
+    """A list that grows by (answers, tokens) of each step of `serve`."""
+    counts = []
+    monkeypatch.setattr(ServeProgress, "advance", lambda self, *of_step: counts.append(of_step))
+    return counts
+
+
+def test_serving_counts_its_answers_and_tokens(counts):
     requests = demo_requests(1)
 
     finished = serve(Engine(), requests, SimpleNamespace(max_tokens=2), Console(quiet=True))
 
     assert finished.keys() == {request.request_id for request in requests}
-    assert [sum(column) for column in zip(*calls)] == [len(requests), 2 * len(requests)]
+    assert [sum(column) for column in zip(*counts)] == [len(requests), 2 * len(requests)]
+
+
+@pytest.mark.parametrize("per_adapter", [1, 2])
+def test_the_steps_that_are_expected_are_those_that_serving_takes(counts, per_adapter):
+    """Two tokens a request, and an engine that answers each request two steps after it came."""
+    requests = demo_requests(per_adapter)
+
+    serve(Engine(), requests, SimpleNamespace(max_tokens=2), Console(quiet=True))
+
+    assert len(counts) == expected_steps(len(requests), 2)
 
 
 @pytest.mark.nightly

@@ -53,15 +53,15 @@ def change_places(worker, folders):
         worker.manager.activate_adapter(adapter_id)
 
 
-def lose_a_slot(worker, folders):
+def fill_every_slot_with_others(worker, folders):
     worker.manager.set_in_use(())
     for adapter_id in (3, 4, 5):
         worker.manager.add_adapter(make_adapter(adapter_id))
         worker.manager.activate_adapter(adapter_id)
 
 
-def other_weights_with_nobody_told(worker, folders):
-    """Not even the manager: its tables change, whoever changes them."""
+def other_weights_by_the_tables_alone(worker, folders):
+    """No method of the manager takes the old weights out, so only the tables themselves can say that they changed."""
     folders.weights[2] = random_weights(92)
     worker.manager.tiers.slots.pop(2)
     worker.manager.tiers.memory.pop(2)
@@ -73,7 +73,7 @@ CHANGES = {
     "two adapters change places": change_places,
     "an adapter is cleared from its slot": lambda worker, folders: worker.manager.deactivate_adapter(1),
     "an adapter is unloaded": lambda worker, folders: worker.remove_adapter(2),
-    "others take both slots": lose_a_slot,
+    "others take every slot": fill_every_slot_with_others,
     "the oldest is dropped": lambda worker, folders: (
         worker.manager.set_in_use(()),
         worker.manager.remove_oldest_adapter(),
@@ -83,12 +83,12 @@ CHANGES = {
         worker.pin_adapter(1),
         worker.manager.unpin_adapter(1),
     ),
-    "other weights by the tables alone": other_weights_with_nobody_told,
+    "other weights by the tables alone": other_weights_by_the_tables_alone,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_happens_between_two_steps_alike_the_second_is_right(folders, change):
+def test_whatever_happens_between_two_steps_alike_the_second_finds_the_weights_of_now(folders, change):
     worker = make_worker(slots=3, memory=6)
     for _ in range(2):
         step(worker, folders)
@@ -114,7 +114,7 @@ def test_of_steps_alike_the_second_tells_hits_and_does_nothing_else(folders, mon
     assert heard == [("hit", 1), ("hit", 2)] * 3
 
 
-def test_an_adapter_that_was_used_between_two_steps_alike_is_older_than_theirs(folders):
+def test_a_step_like_the_last_one_counts_as_use_of_its_adapters(folders):
     worker = make_worker(slots=3, memory=3)
     worker.add_adapter(folders.request(3))
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_an_adapter_that_was_used_between_two_steps_alike_is_older_than_theirs(f
 
 
 def test_a_mapping_that_could_not_be_set_is_set_by_the_next_step(folders, monkeypatch):
-    """The slots' writer, or whatever an option prepares, may break off behind the translation."""
+    """What follows the translation of ids to slots may raise: the step is then not one that the next can be like."""
     worker = make_worker(slots=3)
     step(worker, folders)
     prepared = []
@@ -143,5 +143,5 @@ def test_a_mapping_that_could_not_be_set_is_set_by_the_next_step(folders, monkey
 
     step(worker, folders, rows=(1, 2))
 
-    assert len(prepared) == 2, "the first step's work was not done"
+    assert len(prepared) == 2, "the step that had failed was taken for done"
     assert_rows_are_served(worker, folders.weights, rows=(1, 2))

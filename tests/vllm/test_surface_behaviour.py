@@ -128,14 +128,15 @@ def assert_answers(model, manager, adapters, ids=IDS):
 def test_a_manager_serves_a_model_made_as_in_vllms_tests(model, cls, backend):
     """Down to the output embedding, whose adapters are in the logits processor's hands."""
     manager = make_manager(model, cls, punica_backend=backend)
-    pairs = {1: random_pairs(1, rank=4), 2: random_pairs(2, rank=3)}
+    ranks = {1: 4, 2: 3}
+    pairs = {i: random_pairs(i, rank) for i, rank in ranks.items()}
     del pairs[2]["dense1"]
 
     for adapter_id, of in pairs.items():
-        assert manager.add_adapter(adapter_of(adapter_id, of, rank=5 - adapter_id, alpha=6.0))
+        assert manager.add_adapter(adapter_of(adapter_id, of, ranks[adapter_id], alpha=6.0))
         assert manager.activate_adapter(adapter_id)
 
-    scaled = {i: {name: (a, b, 6 / (5 - i)) for name, (a, b) in of.items()} for i, of in pairs.items()}
+    scaled = {i: {name: (a, b, 6 / ranks[i]) for name, (a, b) in of.items()} for i, of in pairs.items()}
     assert manager.lora_index_to_id == [1, 2]
     assert_answers(model, manager, scaled)
 
@@ -208,9 +209,8 @@ def write_adapter(folder, pairs, rank, alpha):
 
 
 @pytest.mark.parametrize("cls", [WorkerLoRAManager, LRUCacheWorkerLoRAManager])
-def test_four_things_are_read_of_a_config_and_of_a_models_own_nothing_that_must_be_there(
-    model, cls, tmp_path
-):
+def test_a_worker_manager_serves_from_a_config_that_has_four_things_and_no_more(model, cls, tmp_path):
+    """`lora_config`, the vocabulary's size, `max_num_seqs` and `max_num_batched_tokens`; the model's own is a mock."""
     config = SimpleNamespace(
         lora_config=LoRAConfig(max_lora_rank=4, max_loras=2, max_cpu_loras=2, lora_dtype=DTYPE),
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
