@@ -314,7 +314,7 @@ def test_a_fix_of_one_part_of_a_fault_is_refused(checkout, chosen):
         "from labs.kit.hunt import read_hunts\n"
         "from labs.kit.hunt_grade import incident_job\n"
         "jobs = []\n"
-        "for hunt in read_hunts().values():\n"
+        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
         "    for n, half in enumerate(mended_in_part(hunt.faults[0])):\n"
         "        right = str(n) in hunt._sealed.get('right_alone', {})\n"
         "        jobs.append(incident_job(hunt, (hunt.number, n, right), half.sources()))\n"
