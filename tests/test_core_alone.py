@@ -49,12 +49,8 @@ def test_each_of_its_modules_can_be_imported_by_itself_alone(alone):
 def test_it_serves_more_adapters_than_slots_and_base_in_one_batch(alone, tmp_path_factory):
     world = tiny_world(tmp_path_factory)
     pairs = world.workload(rows=2)
-    asked = demo.asked(
-        pairs,
-        world.base,
-        {name: world.path(name) for name in world.names},
-        {"dtype": "float64", "max_model_len": 256, "warm_up": False},
-    )
+    folders = {name: world.path(name) for name in world.names}
+    asked = demo.asked(world.base, folders, pairs, dtype="float64", max_model_len=256, warm_up=False)
 
     script = demo.SCRIPT.format(module="minivllm.engine.llm")
     answers, where, imported = json.loads(run_alone(alone, "-c", script, given=json.dumps(asked)))
@@ -64,4 +60,4 @@ def test_it_serves_more_adapters_than_slots_and_base_in_one_batch(alone, tmp_pat
     assert answers == demo.answers(asked)
     oracle = world.oracle()
     assert answers == [oracle.greedy(name, prompt, demo.NUM_TOKENS) for name, prompt in pairs]
-    assert len({tuple(answer) for answer in answers}) > len(world.names), "adapters make no difference"
+    assert len({tuple(answer) for answer in answers}) == len(answers), "adapters make no difference"

@@ -93,7 +93,8 @@ def test_the_demo_has_the_tokens_of_the_whole_product(without, asked_and_answers
 
 @pytest.fixture(scope="module")
 def asked_and_answers():
-    asked = demo.asked()
+    folders = {name: demo.adapter_folder(name) for name in demo.NAMES}
+    asked = demo.asked(demo.demo_base(), folders, demo.task_prompts(1))
     return asked, demo.answers(asked)
 
 

@@ -1,4 +1,4 @@
-"""30 malformed adapters against an engine with a running batch; `python tests/sources/malformed.py` sends 10,000.
+"""60 malformed adapters against an engine with a running batch; `python tests/sources/malformed.py` sends 10,000.
 
 In a process of its own: what it takes at most is the kernel's to say, and a bomb must not take the test run with it.
 """
@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).with_name("malformed.py")
 
 @pytest.fixture(scope="module")
 def report():
-    command = [sys.executable, SCRIPT, "--adapters", "30", "--seed", "1", "--limit", HANGS, "--json"]
+    command = [sys.executable, SCRIPT, "--adapters", "60", "--seed", "1", "--limit", HANGS, "--json"]
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, cwd=SCRIPT.parents[2]
     )
@@ -44,16 +44,16 @@ def test_each_is_refused_in_a_sentence_and_changes_nothing(report):
 
 
 def test_whoever_runs_meanwhile_gets_the_same_tokens(report):
-    assert report["answers"] > 10
+    assert report["answers"] > 20
 
 
 def test_it_was_an_attack(report):
     outcomes = report["outcomes"]
 
-    assert sum(outcomes.values()) == 30
-    assert outcomes["ValueError"] > 10
-    assert outcomes["FileNotFoundError"] > 0
-    assert outcomes["failed alone"] > 0
+    assert sum(outcomes.values()) == 60
+    assert outcomes["ValueError"] > 20
+    assert outcomes["FileNotFoundError"] > 1
+    assert outcomes["failed alone"] > 2
     assert outcomes["served"] > 2
 
 

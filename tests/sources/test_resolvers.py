@@ -109,14 +109,12 @@ class TestFolder:
     def test_gives_ids_that_are_the_same_in_every_process_and_none_that_people_count(self):
         names = ["sql", "json", "sql ", "\ud800"]
         code = f"from minivllm.sources.resolver import stable_id; print([stable_id(n) for n in {names!a}])"
-        printed = {
-            subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed})
-            for seed in ("1",)
-        }
+        environment = {**os.environ, "PYTHONHASHSEED": "1"}  # here it is another
+        printed = subprocess.check_output([sys.executable, "-c", code], env=environment)
 
         ids = [stable_id(name) for name in names]
 
-        assert printed == {f"{ids}\n".encode()}
+        assert printed == f"{ids}\n".encode()
         assert len(set(ids)) == len(ids)
         assert all(2**62 <= adapter_id < 2**63 for adapter_id in ids)
 

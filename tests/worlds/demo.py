@@ -95,20 +95,15 @@ print(json.dumps([[output.outputs[0].token_ids for output in outputs], sys.modul
 """
 
 
-def asked(pairs=None, base=None, folders=None, options=None):
+def asked(base, folders, pairs, **options):
     """What `SCRIPT` reads from stdin. It writes tokens, the package's file, and the names of its modules.
 
-    pairs     (adapter or None, prompt); without them one of each of the demo's adapters, and four of base
-    base      the model's folder, and of its adapters: the demo's, if there is none
-    options   of the engine, beside `OPTIONS`
+    folders   adapter -> its folder    pairs   (adapter or None, prompt)    options   of the engine, beside `OPTIONS`
     """
-    base = base or demo_base()
-    folders = folders or {name: adapter_folder(name) for name in NAMES}
-    pairs = pairs or task_prompts(1)
     ids = {name: number for number, name in enumerate(folders, 1)}
     return {
         "base": str(base),
-        "options": {**OPTIONS, **(options or {})},
+        "options": {**OPTIONS, **options},
         "num_tokens": NUM_TOKENS,
         "prompts": [
             prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for _, prompt in pairs
