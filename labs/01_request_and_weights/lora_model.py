@@ -194,19 +194,27 @@ def pair_up(
 ) -> Pairs:
     """The A and B of every module together, and what else belongs to them.
 
-    The keys are (name in the model, name in training): with the mapper, and without it. A plain adapter has "lora_A"
-    and "lora_B" under each. A tensor of another kind (`read_tensor`), such as a bias on B, comes under its kind.
+    The keys are (name in the model, name in training), because layers go by the first and the patterns of the config
+    by the second. Under each are "lora_A", "lora_B", and what options read, such as a bias on B, by its kind. One of
+    them may be missing: `to_weights` judges pairs.
 
-    tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are left out
+    tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are not the adapter's
     vocab_size       the width that the A of an embedding must have, None = any
-    weights_mapper   gives the model's names of modules. The config's patterns know the checkpoint's names
+    weights_mapper   gives the model's names of modules; None where the checkpoint has the same
 
-    `read_tensor` says what each tensor is. One that it returns as it is goes to `check_tensor`, which judges it.
+    By hand, with a mapper that calls mlp.fc what was mlp.up in training, and biases on B:
 
-    ValueError names a tensor whose name is not LoRA's, or one that is there twice (with PEFT's prefix and without). It
-    is raised, too, when there are no LoRA weights at all.
+        base_model.model.mlp.up.lora_B.weight   (5, 2)
+        base_model.model.mlp.up.lora_A.weight   (2, 3)
+        base_model.model.mlp.up.lora_B.bias     (5,)
 
-    To use: `parse_fine_tuned_lora_name(name, mapper)` (names.py), `check_tensor(name, tensor, vocab_size)` (checks.py).
+    become {("mlp.fc", "mlp.up"): {"lora_B": (5, 2), "lora_A": (2, 3), "bias": (1, 5)}}.
+
+    ValueError names a tensor whose name is not LoRA's, one that `check_tensor` refuses (an option has judged those that
+    it makes another tensor of), and one that is there twice (with PEFT's prefix and without). It is raised, too, when
+    there are no LoRA weights at all.
+
+    To use: `check_tensor` (checks.py), `parse_fine_tuned_lora_name` (names.py), `read_tensor`.
     """
     raise Todo("lab 1.6: from tensors to modules")
 
@@ -217,20 +225,22 @@ def to_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> dict[str, LoRALayerWeights]:
-    """Module -> its weights. Ranks are the tensors' own, scalings the config's. All are judged before one is converted.
+    """Module of the model -> its weights. Ranks are the tensors' own, scalings the config's.
 
-    A pair of E experts has A (E, r, K) and B (E, N, r). Its rank is r, too.
+    A pair of E experts has A (E, r, K) and B (E, N, r); its rank is r. Tensors are converted to `device` and `dtype`
+    (None = as stored), and none of them before all modules have been judged, so that a refusal costs no memory. Tensors
+    on "meta" are shapes alone: they stay there, and have no numbers to judge.
 
-    dtype   None = leave
+    A and B come unscaled, with the scaling noted beside them, since `optimize` folds it into B once. What goes into
+    `beside` has no such moment later and is scaled already, with the precision of the dtype asked for. By hand, with a
+    scaling of 3: a bias stored in bfloat16 as 1.0078125 becomes 3.0234375 in float32. Scaled in bfloat16 it would be
+    3.03125, which is not PEFT's.
 
-    The scaling is noted, not applied to B: that is `optimize`'s work. All but A and B goes into `beside`, and
-    is scaled here, once it is converted: a bias of 16 bits that is scaled in 16 bits has other numbers than PEFT's.
+    ValueError names a module that two names in training stand for, shapes and ranks that `check_pair` refuses, and
+    numbers that `check_numbers` refuses.
 
-    ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
-    numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
-
-    To use: `LoRALayerWeights.from_config(name, peft_helper, rank)` and `replace_tensors` (lora_weights.py),
-    `check_pair(module, pair, peft_helper.ranks)` and `check_numbers(module, pair, scaling, dtype)` (checks.py).
+    To use: `check_numbers` and `check_pair` (checks.py), `LoRALayerWeights.from_config` and `replace_tensors`
+    (lora_weights.py), `ranks` of the config.
     """
     raise Todo("lab 1.6: from tensors to modules")
 

@@ -102,15 +102,15 @@ class AdapterTiers:
     def remove_oldest_adapter(self) -> bool:
         """Drop the least recently used adapter that is not `kept` from memory. False when memory is empty.
 
-        It leaves its slot, too: an id that is not in memory may come back with other weights. Told are a "drop" and,
-        if it had a slot, an "evict" from there.
+        It leaves its slot, too: an id that is not in memory may come back with other weights. Listeners hear of a
+        "drop" and, if it had a slot, of an "evict" from there (`tell`).
         """
         raise Todo("lab 5.4: who has to go")
 
     def find_slot(self) -> int:
         """The first free slot; if there is none, that of the active adapter used longest ago, which stays in memory.
 
-        One that is `kept` is passed over. Told is an "evict" from that slot.
+        One that is `kept` is passed over. Listeners hear of an "evict" from that slot.
         """
         raise Todo("lab 5.4: who has to go")
 

@@ -235,13 +235,19 @@ class Scheduler:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, by `line`, until the step is `_full`. `halted_by` says what ended it.
+        """Admit whoever can join, in the order of `line`. One whose adapter has to wait holds up nobody behind it.
 
-        A request that may not join yet is skipped. `output.passed_over` has its adapter's reason, the first that holds:
-        what `why_wait` says  the adapter is about to change
-        MAX_LORAS             it does not fit (`lora.fits`), and from now on it waits (`lora.pass_over`)
-        ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)
-        NO_BLOCKS ends it, where `_admit` is False. Blocks come free one by one: a big request might wait for ever.
+        `output.passed_over` has why an adapter waits: what `why_wait` says of the request, MAX_LORAS where it does not
+        fit, ADAPTER_COPY where it comes into its slot beside this step. A request that `why_wait` holds back does not
+        wait for a slot, because others can use it meanwhile. For one that does not fit nothing is copied, and its wait
+        for a slot begins with this skip (`lora.pass_over`).
+
+        `output.halted_by` has what ended the step for everybody, None where all were asked. In a full step nobody is
+        asked, and so nobody is passed over for its adapter. A request that lacks blocks ends the step, too (NO_BLOCKS):
+        blocks come free one by one, and small requests that overtook a big one could take each of them, for ever.
+
+        By hand: two slots, room for 3 requests, and the line is a1, b2, c3, d0, e1 (the digit is the adapter). a1, b2
+        and d0 join, passed_over is {3: MAX_LORAS}, and halted_by is "max_num_seqs": e1 was not asked.
         """
         for request in self.line(output):
             output.halted_by = self._full(output)

@@ -34,9 +34,15 @@ class RunsBackend(LoopsBackend):
     def linear(self, x: torch.Tensor, base: LinearBase, slots: Slots) -> torch.Tensor:
         """Base output plus every row's own adapter, run by run.   x: (T, K) -> (T, N)
 
-        The scaling is in B already. A batch without adapters pays for nothing beyond `base.forward`, which answers
-        (output, None). Rows of `runs` get a shrink and an expand for each slice where their adapter has weights
-        (`slots.live`). Where x is of another dtype than the slots, `add` does it all: it promotes.
+        By hand, W is the identity, and the adapter of row 1 has A = [1 1] and B = [5 0]ᵀ, with its scaling folded in:
+
+            x = [1 2]    base row     y = [1 2]
+                [3 4]    A x = 7      y = [3 + 35  4]
+
+        A batch without adapters pays for the base product alone. Otherwise an adapter's A and B are multiplied by its
+        own rows and by no other, up to its own rank, and a slice of which it has nothing costs nothing. This holds for
+        an x of the slots' dtype. One of another dtype is left to `add`, which promotes. It wants the slots of the rows
+        of x, and a captured step may have been told of more rows.
         """
         y = base.forward(x)[0]  # (T, N)
         if self.no_lora:

@@ -83,11 +83,17 @@ class WrappedModules:
 
         layers   every layer of the model that may be adapted -> its names; it has several where modules share it
 
-        A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which stands in the model wherever the
-        layer did (`place_of` each name). Afterwards:
-        modules           the layer's first name -> its wrapper
-        wrapper.targets   name of a slice -> its number; `_names_of_slices` has them for each name of the layer
-        claims            each of these names, and each that the wrapper is `also_called` -> the layer's first name
+        A layer is wanted if any of its names is. However many it has, it gets one wrapper, with one set of slots: an
+        adapter may use any of the names, and what it wrote under one would be cleared under the other. The model calls
+        that wrapper in all places. Its `place_of` a name says where, which is not always where the layer stood.
+
+        By hand, two blocks that share one `gate_up`, fused of gate and up. The layers are {it: ["0.gate_up",
+        "1.gate_up"]}, and afterwards
+
+            modules           {"0.gate_up": the wrapper}
+            wrapper.targets   {"0.gate": 0, "0.up": 1, "1.gate": 0, "1.up": 1}, a slice's names -> its number
+            claims            these four names, and "0.gate_up" and "1.gate_up" (the wrapper is `also_called` by both),
+                              each -> "0.gate_up"
         """
         for layer, names in layers.items():
             if not any(self._is_wanted(name) for name in names):
@@ -130,9 +136,16 @@ class WrappedModules:
     def judge(self, lora: LoRAModel) -> dict[str, Parts]:
         """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
-        Names are routed to modules (`claims`), then every one of the options (`options_for`) judges what was found for
-        them and may add to it (`judge`), then layers judge. Names that no module has would be lost in silence: one
-        ValueError, worded by `unmatched`, has them all. Options and layers raise their own.
+        An adapter names slices, and a layer judges all of its own at once. By hand, with q and v of a fused `qkv`:
+
+            claims      {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o"}
+            the adapter has   q, v and o
+            found       {"qkv": {"q": weights, "v": weights}, "o": {"o": weights}}
+            judged      {"qkv": [q's, None, v's], "o": [o's]}
+
+        Options (`options_for`) may add to what was found, so layers see it as the options leave it. The weights of a
+        name that no module claims would be lost in silence: one ValueError (`unmatched`) has all such names. Options
+        and layers raise their own.
         """
         if unknown := [name for name in lora.loras if name not in self.claims]:
             raise ValueError(unmatched(unknown, list(self.claims), self.lora_config.target_modules))
@@ -144,10 +157,12 @@ class WrappedModules:
         return {name: self.modules[name].judge(weights) for name, weights in found.items()}
 
     def accept(self, lora: LoRAModel) -> None:
-        """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
+        """Bring an adapter into the form of slots. Afterwards `loras` has what each module's `write` takes.
 
-        ValueError as in `judge`, before the adapter has changed. When a layer cannot pack, `loras` keeps its names, so
-        that the adapter can be accepted again. Afterwards every one of the options hears of it (`accepted`).
+        Of several processes that share a layer, each packs its share (`share.of(parts)`) of what fits the whole. An
+        adapter that has been accepted stays as it is, since its names are modules' by now and its B is scaled. One that
+        is refused (ValueError as in `judge`), or for which there is no memory, has all its names, and can be accepted
+        later. Options that judged it hear of success alone (`accepted`).
         """
         if lora.is_accepted:
             return
@@ -160,10 +175,12 @@ class WrappedModules:
         lora.is_accepted = True
 
     def write(self, lora: LoRAModel, slot: int) -> None:
-        """Copy an adapter that was accepted into one slot of every layer.
+        """Copy an adapter that was accepted into one slot, which then has nothing of whoever was there before.
 
-        A module for which the adapter has no weights is cleared: it would keep the last adapter's. Whatever stops the
-        copy on its way, Ctrl-C included, is raised on, with the slot left empty in every layer.
+        By hand: slot 0 has q and o of adapter 1, and adapter 2, which trained q alone, is written there. A row of
+        adapter 2 gets adapter 2 in q, and the base model in o.
+
+        Whatever stops the copy on its way, Ctrl-C included, is raised on, with the slot left empty in every layer.
         """
         try:
             for name, module in self.modules.items():

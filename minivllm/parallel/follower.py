@@ -122,7 +122,10 @@ class Follower:
                 from minivllm.gpu.pages.ledger import GivenPages
 
                 manager.pool.ledger.lender = GivenPages(assignment.pages)
-            manager.place_adapter(lora, assignment.slot)
+            # Rank 0 has decided which slot, and that it is free. The table names the adapter once it is there.
+            manager.tiers.memory.put(adapter_id, lora)
+            manager._write(lora, assignment.slot)
+            manager.tiers.slots.put(adapter_id, assignment.slot)
         self._assigned = assigned
 
 

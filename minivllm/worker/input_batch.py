@@ -67,8 +67,14 @@ class InputBatch:
     def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
         """A row for each request of `output.running`, of which there is at least one, in the order of adapters.
 
-        Those in `output.scheduled` have the tokens that the scheduler gave them, and sample if it says so. The others
-        have no tokens and do not sample. Rows of one adapter keep the scheduler's order.
+        By hand: a (adapter 7), b (base), c (adapter 7) and d (base) run. The budget of this step was enough for a,
+        which decodes, and for the first 4 tokens of b's long prompt:
+
+            requests               b  d  a  c    base first; of one adapter in the scheduler's order
+            num_scheduled_tokens   4  0  1  0    int64
+            num_sampled_tokens     0  0  1  0    int64
+
+        c and d run as well: a step that did not know of c could give its slot away.
         """
         entries = list(output.scheduled)
         if len(entries) < len(output.running):
@@ -84,15 +90,17 @@ class InputBatch:
     ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
         """Adapter ids of what the step computes, 0 for base. vLLM: the same name.
 
-        num_scheduled_tokens, num_sampled_tokens   (P,) int, one entry a row
+        num_scheduled_tokens, num_sampled_tokens   (P,) int, one entry a row; they may be others than the batch's own
 
-        Returns
-            prompt_lora_mapping   one id a sampled token, sum(num_sampled_tokens) in all
-            token_lora_mapping    one id a token, sum(num_scheduled_tokens) in all
-            lora_requests         the adapters of all rows, one request an id. Rows without tokens in this step
-                                  run as well, so their adapters must stay
+        By hand, three rows, of base, of adapter 5 and of adapter 2, with 2, 0 and 3 tokens, of which the last row
+        samples one:
 
-        The mappings are tuples of plain ints, in the order of the rows: they become part of a memo's key.
+            prompt_lora_mapping   (2,)             whose a sampled token is
+            token_lora_mapping    (0, 0, 2, 2, 2)  whose a token is
+            lora_requests         those of adapters 5 and 2. A row without tokens runs as well, so its adapter must stay
+
+        The mappings become part of a memo's key: tuples of Python's own ints. An adapter is asked for once, whatever
+        names its requests have for it.
         """
         ids = np.array([request.adapter_id for request in self.requests], dtype=np.int64)
         prompt_lora_mapping = tuple(ids.repeat(num_sampled_tokens).tolist())

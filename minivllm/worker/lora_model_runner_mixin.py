@@ -63,15 +63,18 @@ class LoRAModelRunnerMixin:
         num_scheduled_tokens: np.ndarray,
         num_sampled_tokens: np.ndarray | None = None,
     ) -> None:
-        """Called before every forward pass, also one of base rows alone. Afterwards each adapter of the batch is in a
-        slot, and the backend has the slot of every token and of every sampled row, as the slots are now.
+        """Called before every forward pass. Afterwards each adapter of the batch is in a slot, and the backend has the
+        slot of every token and of every sampled row, as the slots are now.
 
-        num_scheduled_tokens   (P,) int, tokens of each row of the batch
-        num_sampled_tokens     (P,) int; None = every row samples one
+        A pass computes with what the backend heard last. If nobody spoke before a step of base rows, or before one
+        that looks like the last one while adapters have moved, it would compute with another user's adapter. So the
+        manager hears of every step, once; it knows itself what it need not do again.
 
-        As in vLLM every mapping says `is_prefill=True`, and no backend here asks.
+        num_scheduled_tokens   (P,) int, tokens of each row. A captured graph counts other ones than the batch
+        num_sampled_tokens     (P,) int; None = each row samples one, also a row without tokens
 
-        RuntimeError when LoRA is off (`_manager`).
+        What the manager gets is prefill, as it is called in vLLM (`is_prefill`), whatever the rows do. RuntimeError
+        when LoRA is off.
         """
         if num_sampled_tokens is None:
             num_sampled_tokens = np.ones_like(num_scheduled_tokens)

@@ -69,9 +69,6 @@ class OwnedModelManager(OwnedManager):
             "engine.add_lora with a LoRARequest, which may hold tensors (lora_tensors)"
         )
 
-    def place_adapter(self, adapter: LoRAModel, slot: int) -> NoReturn:
-        self.add_adapter(adapter)
-
     def set_in_use(self, adapter_ids: Iterable[int]) -> NoReturn:
         raise RuntimeRefusal(
             "an engine says itself which adapters are in use; to keep one, call engine.pin_lora"
