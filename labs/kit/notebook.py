@@ -1,6 +1,7 @@
 """`lab notebook`: a copy of a phase's notebook in JupyterLab, on the learner's code or on ours."""
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ FOLDER = ROOT / "notebooks"
 def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
     """The learner's copy of a phase's notebook, and whether it was made now from the committed one.
 
-    LabError for a phase without one: phase 00 is a file to read.
+    It has no outputs: its reader guesses, and runs. LabError for a phase without one: phase 00 is a file to read.
 
     phase   such as 03_cpu_punica
     fresh   make it anew; what was there is kept under .lab/backup
@@ -31,8 +32,17 @@ def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
     text = ours.read_text(encoding="utf-8")
     # The copy lies one folder higher.
     text = text.replace("](../../", "](../").replace("](README.md", f"](../phases/{phase}/README.md")
-    yours.write_text(text, encoding="utf-8")
+    yours.write_text(without_outputs(text), encoding="utf-8")
     return yours, True
+
+
+def without_outputs(text: str) -> str:
+    """A notebook as before its first run: a guess is worth something only while the answer is not on the page."""
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def require_jupyterlab() -> None:

@@ -181,6 +181,19 @@ def test_a_copy_is_opened_as_it_was_left(own):
     assert path.read_text() == "mine"
 
 
+def test_a_copy_asks_as_the_committed_one_does_and_shows_no_answer(own):
+    path, _ = notebook.learners_copy("05_slot_manager")
+
+    committed = nbformat.read(notebook.ROOT / "phases/05_slot_manager/walkthrough.ipynb", as_version=4)
+    copy = nbformat.read(path, as_version=4)
+    assert [cell.cell_type for cell in copy.cells] == [cell.cell_type for cell in committed.cells]
+    code = [(ours, yours) for ours, yours in zip(committed.cells, copy.cells) if ours.cell_type == "code"]
+    assert [yours.source for _, yours in code] == [ours.source for ours, _ in code]
+    assert all(ours.outputs for ours, _ in code)
+    assert [(yours.outputs, yours.execution_count) for _, yours in code] == [([], None)] * len(code)
+    nbformat.validate(copy)
+
+
 def test_a_copy_that_is_started_over_is_kept(own):
     path, _ = notebook.learners_copy("03_cpu_punica")
     ours = path.read_text()
