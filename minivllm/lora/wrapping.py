@@ -139,7 +139,7 @@ class WrappedModules:
         An adapter names slices, and a layer judges all of its own at once. By hand, with q and v of a fused `qkv`:
 
             claims      {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o"}
-            the adapter has   q, v and o
+            adapter     q, v and o
             found       {"qkv": {"q": weights, "v": weights}, "o": {"o": weights}}
             judged      {"qkv": [q's, None, v's], "o": [o's]}
 
@@ -160,9 +160,9 @@ class WrappedModules:
         """Bring an adapter into the form of slots. Afterwards `loras` has what each module's `write` takes.
 
         Of several processes that share a layer, each packs its share (`share.of(parts)`) of what fits the whole. An
-        adapter that has been accepted stays as it is, since its names are modules' by now and its B is scaled. One that
-        is refused (ValueError as in `judge`), or for which there is no memory, has all its names, and can be accepted
-        later. Options that judged it hear of success alone (`accepted`).
+        adapter that has been accepted (`is_accepted`) stays as it is, since its names are modules' by now and its B is
+        scaled. One that is refused (ValueError as in `judge`), or for which memory is too short, keeps all its names
+        and can be accepted later. Options that judged it hear of success alone (`accepted`).
         """
         if lora.is_accepted:
             return
