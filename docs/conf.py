@@ -19,6 +19,7 @@ include_patterns = [
     "docs/*.ipynb",
     "phases/**",
     "solutions/**",
+    "labs/*/contracts/*.md",
     "benchmarks/README.md",
     "examples/README.md",
     "minivllm/simulate/traces/README.md",
