@@ -1,5 +1,6 @@
 """A copy of the checkout to try things on, with fresh starters and no pass remembered; what tests say of answers."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -21,13 +22,16 @@ from labs.kit.regions import ROOT, Exercise, edit, read_engine, splice
 from labs.kit.sync import sync
 from labs.kit.variants import with_variant
 
-# Processes that start with torch in them, and pytest's plugins: most of what `lab` and pytest take is their import.
+# Processes that start with torch in them, Triton and pytest's plugins: most of what `lab` and pytest take is their
+# import. Whether Triton interprets its kernels is chosen by then: tests/conftest.py has set it for this machine.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         # Of distributed tensors `assert_close` imports all there is.
         *("torch", "safetensors.torch", "torch.distributed.tensor", "typer.rich_utils", "pydantic"),
-        *("pytest", "hypothesis", "schemathesis.pytest.plugin", "xdist.plugin"),
+        *("triton", "tokenizers", "pytest", "hypothesis", "anyio.pytest_plugin", "anyio._backends._asyncio"),
+        *("schemathesis.pytest.plugin", "schemathesis.pytest.xdist", "schemathesis.reporting.html"),
+        *("schemathesis.reporting.allure", "xdist.plugin"),
     ]
 )
 PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "docs", "pyproject.toml")
@@ -159,6 +163,7 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     for descriptor, file in enumerate(files):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    gc.freeze()  # what was loaded before stays: nobody need look through it for garbage
     os.chdir(root)
     sys.path.insert(0, str(root))
     for name in [n for n in sys.modules if n.partition(".")[0] in ("labs", "minivllm", "tests")]:

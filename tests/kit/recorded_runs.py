@@ -10,6 +10,8 @@ from checkout import SERVER
 from labs.kit.compare import Recorded, read
 from labs.kit.overlay import Overlay, Source
 
+VARIANT = "mistral-one-kv-head"  # whose rotary tables need nothing of transformers: its import takes a second
+
 # Prompts that begin alike, more adapters than slots, base requests between: all that a scheduler has to do happens.
 PROGRAM = """
 import sys
@@ -17,7 +19,7 @@ sys.path[:0] = {paths!r}
 from tests.worlds.engines import TinyWorld, greedy
 from pathlib import Path
 
-world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
+world = TinyWorld(Path({folder!r}), {variant!r})
 engine = world.engine(max_num_batched_tokens=20, max_num_seqs=6, max_cpu_loras=3, max_lora_wait_steps=6)
 a, b, c, d = world.names
 shared = [5, 9, 11, 7, 3, 2, 8, 4]
@@ -46,7 +48,7 @@ async def main(llm):
         async for output in llm.generate([5, 6, 7], greedy(4), f"r{{number}}", world.request(name)):
             pass
 
-world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
+world = TinyWorld(Path({folder!r}), {variant!r})
 llm = AsyncLLM(world.engine_process()) if {in_a_process} else AsyncLLM.from_engine(world.engine())
 asyncio.run(main(llm))
 llm.shutdown()
@@ -73,7 +75,7 @@ async def main(first, *others):
     async for output in outputs:
         pass
 
-world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
+world = TinyWorld(Path({folder!r}), {variant!r})
 llms = [AsyncLLM(world.engine_process()) for _ in range({number})]
 asyncio.run(main(*llms))
 for llm in llms:
@@ -84,7 +86,7 @@ for llm in llms:
 def write_program(path: Path, world: Path, program: str = PROGRAM, **options: object) -> Path:
     """The program, for a `TinyWorld` in a folder."""
     paths = [str(Path(__file__).resolve().parents[2])]
-    path.write_text(program.format(paths=paths, folder=str(world), **options))
+    path.write_text(program.format(paths=paths, folder=str(world), variant=VARIANT, **options))
     return path
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from checkout import Checkout
-from recorded_runs import ONE_BY_ONE, TWO_BESIDE, run_all, write_program
+from recorded_runs import ONE_BY_ONE, TWO_BESIDE, VARIANT, run_all, write_program
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
 from labs.kit.compare import Recorded, compare, record
@@ -31,7 +31,7 @@ MUTANTS = [
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    world = tiny_world(tmp_path_factory)
+    world = tiny_world(tmp_path_factory, VARIANT)
     return write_program(tmp_path_factory.mktemp("compare") / "serve.py", world.folder)
 
 
@@ -284,7 +284,7 @@ def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
 
 @pytest.mark.nightly
 def test_an_engine_in_a_process_of_its_own_is_recorded_like_one_in_a_thread(tmp_path_factory):
-    world, folder = tiny_world(tmp_path_factory), tmp_path_factory.mktemp("recorded")
+    world, folder = tiny_world(tmp_path_factory, VARIANT), tmp_path_factory.mktemp("recorded")
     found = {}
 
     for name, in_a_process in (("thread", False), ("process", True)):
@@ -298,7 +298,7 @@ def test_an_engine_in_a_process_of_its_own_is_recorded_like_one_in_a_thread(tmp_
 
 @pytest.mark.nightly
 def test_of_two_engines_in_processes_the_first_that_steps_is_recorded(tmp_path_factory):
-    world, folder = tiny_world(tmp_path_factory), tmp_path_factory.mktemp("recorded")
+    world, folder = tiny_world(tmp_path_factory, VARIANT), tmp_path_factory.mktemp("recorded")
     found = {}
 
     for name, number in (("alone", 1), ("beside", 2)):
