@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from labs.kit.overlay import Source, compile_source, learners_sources, read
+from labs.kit.overlay import STARTERS, Source, compile_source, learners_sources, read
 from labs.kit.regions import ROOT, Exercise, LabError, code_of, read_engine, splice, unsolved
 from labs.kit.sync import sha256
 
@@ -79,10 +79,21 @@ def digest(exercise: Exercise) -> str:
 
 def is_untouched(exercise: Exercise) -> bool:
     """Whether the stub stands as it was generated."""
+    if _is_as_generated(exercise.starter):
+        return True
     try:
         return learners_code(exercise) == code_of(stubs(exercise), exercise.number, exercise.module)
     except LabError:
         return has_stub(exercise)  # our module cannot be read, or the learner's file has lost its markers
+
+
+def _is_as_generated(path: Path) -> bool:
+    """Whether a whole file is, by its hash: to make starters anew takes far longer than to hash them."""
+    if not (STARTERS.is_file() and path.is_file()):
+        return False
+    recorded = json.loads(STARTERS.read_text(encoding="utf-8"))
+    entry = recorded.get(path.relative_to(STARTERS.parent).as_posix(), {})
+    return sha256(read(path)) == entry.get("sha256")
 
 
 def has_stub(exercise: Exercise) -> bool:

@@ -447,9 +447,34 @@ def edit(exercise: Exercise, edits: Iterable[tuple[str, str]]) -> str:
             raise LabError(f"its old text is in the regions of lab {exercise.number} {found} times, not once")
         text = "\n".join(lines)
     try:
-        tree = ast.parse(text)
+        made = _statements(text)
     except SyntaxError as error:
         raise LabError(f"it leaves code that does not parse: {error}") from error
-    if ast.dump(tree) == ast.dump(ast.parse(exercise.text)):
+    if _is_alike(made, _statements_once(exercise.text)):
         raise LabError("it changes nothing but comments and layout")
     return text
+
+
+class _Statement(NamedTuple):
+    """Of a module: its lines, with those before it that belong to no other, and its tree."""
+
+    lines: list[str]
+    tree: ast.stmt
+
+
+def _statements(text: str) -> list[_Statement]:
+    lines, tree = text.split("\n"), ast.parse(text)
+    starts = [0, *(node.end_lineno for node in tree.body)]
+    return [_Statement(lines[start : node.end_lineno], node) for start, node in zip(starts, tree.body)]
+
+
+_statements_once = cache(_statements)  # many a mistake is made in one module
+
+
+def _is_alike(some: list[_Statement], others: list[_Statement]) -> bool:
+    """Whether they are the same but for comments and layout. To print trees takes long, so only where lines differ."""
+    return len(some) == len(others) and all(
+        # No line is left for what follows a semicolon.
+        (mine.lines and mine.lines == their.lines) or ast.dump(mine.tree) == ast.dump(their.tree)
+        for mine, their in zip(some, others)
+    )

@@ -20,7 +20,7 @@ from labs.kit import forks, in_place, overlay
 from labs.kit.forks import Job, Outcome
 from labs.kit.regions import ROOT, Exercise, edit, read_engine, splice
 from labs.kit.sync import sync
-from labs.kit.variants import with_variant
+from labs.kit.variants import one_a_phase, with_variant
 
 # Processes that start with torch in them, Triton and pytest's plugins: most of what `lab` and pytest take is their
 # import. Whether Triton interprets its kernels is chosen by then: tests/conftest.py has set it for this machine.
@@ -105,11 +105,18 @@ class Checkout:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
             files[0].write_text(stdin)
-            process = SERVER.Process(target=run_module, args=(command, self.root, files, labs))
-            process.start()
+            process = self.start(command, files, labs)
             process.join()
             _, stdout, stderr = (file.read_text() for file in files)
             return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)
+
+    def start(
+        self, command: list[str], files: list[Path], labs: str | None = None
+    ) -> multiprocessing.process.BaseProcess:
+        """The same, while it runs.   files: of its stdin, stdout and stderr"""
+        process = SERVER.Process(target=run_module, args=(command, self.root, files, labs))
+        process.start()
+        return process
 
     def grade(self) -> dict[str, dict]:
         """Exercise -> what `lab grade` says of it."""
@@ -180,6 +187,11 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     except Exception:
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
+
+
+def one_of_each(*phases: int) -> list[str]:
+    """The number of an exercise of each of these phases: the same in every run, chosen by nobody."""
+    return [e.number for e in one_a_phase(read_engine().values()) if int(e.phase[:2]) in phases]
 
 
 def asked_for(request: pytest.FixtureRequest) -> set[str]:

@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -349,14 +349,21 @@ def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
     )
 
 
-@pytest.fixture
-def committed(tmp_path):
+@pytest.fixture(scope="module")
+def in_git(tmp_path_factory):
     """A checkout of its own, in git."""
-    checkout = Checkout(tmp_path)
+    checkout = Checkout(tmp_path_factory.mktemp("committed"))
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
+        subprocess.run(["git", *identity, *command], cwd=checkout.root, check=True)
     return checkout
+
+
+@pytest.fixture
+def committed(in_git):
+    in_git.forget()
+    subprocess.run(["git", "checkout", "-q", "minivllm"], cwd=in_git.root, check=True)
+    return in_git
 
 
 def test_code_of_ours_that_was_edited_is_named_and_commands_go_on(committed):
@@ -563,20 +570,28 @@ def test_the_doctor_says_what_is_there(checkout):
     assert " Triton's interpreter, bfloat16: triton" in result.stdout
 
 
-def test_watching_grades_what_was_begun_and_what_is_saved(checkout):
+def lines_as_they_come(file, process):
+    """Of a process's output, until it ends."""
+    text = ""
+    while process.is_alive():
+        *whole, _ = file.read_text().removeprefix(text).split("\n") if file.exists() else ("",)
+        for line in whole:
+            text += f"{line}\n"
+            yield line
+        time.sleep(0.05)
+
+
+def test_watching_grades_what_was_begun_and_what_is_saved(checkout, tmp_path):
     checkout.solve("3.4")
     checkout.lab("check", "3.4")  # solved or not, it was begun
 
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "labs.kit.cli", "watch", "3"],
-        cwd=checkout.root,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    files = [tmp_path / name for name in ("stdin", "stdout", "stderr")]
+    process = checkout.start(["labs.kit.cli", "watch", "3"], files)
     try:
-        assert process.stdout.readline().startswith("Watching labs/03_cpu_punica")
+        lines = lines_as_they_come(files[1], process)
+        assert next(lines).startswith("Watching labs/03_cpu_punica")
         # After a grade comes what a pass leads on to.
-        marked = (line[:5] for line in process.stdout if line.startswith(("✓", "✗", "·")))
+        marked = (line[:5] for line in lines if line.startswith(("✓", "✗", "·")))
         assert next(marked) == "✓ 3.4"
         checkout.solve("3.1")
         assert next(marked) == "✓ 3.1"
@@ -584,7 +599,7 @@ def test_watching_grades_what_was_begun_and_what_is_saved(checkout):
         assert next(marked) == "✗ 3.3"
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def test_instructors_get_points_as_json_and_junit(checkout):

@@ -4,7 +4,17 @@ import ast
 
 import pytest
 
-from labs.kit.regions import LabError, code_of, edit, find_regions, read_engine, splice, starter, unsolved
+from labs.kit.regions import (
+    Exercise,
+    LabError,
+    code_of,
+    edit,
+    find_regions,
+    read_engine,
+    splice,
+    starter,
+    unsolved,
+)
 
 FUNCTIONS = '''"""A module."""
 
@@ -312,6 +322,20 @@ def test_an_edit_changes_its_own_regions_only(exercise):
 def test_an_edit_that_is_none_is_refused(exercise, old, new, problem):
     with pytest.raises(LabError, match=problem):
         edit(exercise, [(old, new)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("two = 2", "two = 3"),  # not the first of its line
+        ("@one\n", "@two\n"),  # before the line where its function begins
+    ],
+)
+def test_an_edit_may_change_what_does_not_begin_a_statements_lines(tmp_path, old, new):
+    text = "# region lab 3.3: tried\none = 1; two = 2\n\n\n@one\ndef f(x):\n    return x\n# endregion\n"
+    exercise = Exercise("3.3", "tried", text, find_regions(text, "tried"))
+
+    assert edit(exercise, [(old, new)]) == text.replace(old, new)
 
 
 def test_a_stub_of_an_async_function_stays_what_it_was():

@@ -3,14 +3,13 @@
 import re
 
 import pytest
-from checkout import Checkout
+from checkout import Checkout, one_of_each
 
 from labs.kit.forks import test_files as files_of
 from labs.kit.hints import hints_of
 from labs.kit.mutants import mutants_of
 from labs.kit.overlay import engine_file
 from labs.kit.regions import ROOT, read_engine
-from labs.kit.variants import one_a_phase
 from tests.tools.nights import of_night
 
 EXERCISES = read_engine()
@@ -55,7 +54,7 @@ def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():
 
 
 # A mutant of two phases, nightly all of every third exercise.
-SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())[1:8:6]]
+SAMPLE = one_of_each(1, 7)
 
 
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.nightly)])
