@@ -1,6 +1,7 @@
 """Whether somebody's code has put other functions in the place of those that judge it."""
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -21,6 +22,7 @@ WATCHED = (
     "labs.kit",
 )
 WATCHED_ALONE = ("torch", "torch._tensor", "multiprocessing.connection", "numpy")
+OF_TESTS = f"{ROOT / 'tests'}{os.sep}"
 BY_PYTEST = ("_pytest.config.Config", "_getini_unknown_type")  # its own plugin puts another one there
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type, classmethod, staticmethod, property)
 
@@ -53,7 +55,7 @@ def _functions(namespace: dict[str, object]) -> Iterator[tuple[str, object]]:
 
 def _foreign(module: ModuleType) -> Iterator[str]:
     file = getattr(module, "__file__", None)
-    if not file or not Path(file).is_relative_to(ROOT / "tests"):
+    if not file or not file.startswith(OF_TESTS):  # asked of thousands of modules after each test
         return
     for name in _defined(file):
         value = getattr(module, name, None)

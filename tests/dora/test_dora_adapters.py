@@ -12,6 +12,7 @@ from minivllm.cli import app
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.oracles.peft import dequantized_oracle
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import ADAPTERS, change_json, save_adapter
 from tests.worlds.engines import TinyWorld, greedy, run, snapshot
 
@@ -56,7 +57,7 @@ def edit(folder, **changes):
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param(b, marks=pytest.mark.nightly_without_gpu if b == "triton" else ()) for b in BACKENDS],
+    without_gpu_at_night(("loops", "grouped", "paged"), "triton"),
 )
 @pytest.mark.parametrize(
     "variant",

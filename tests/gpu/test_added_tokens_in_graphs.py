@@ -10,6 +10,7 @@ from test_runner_graphs import Rerun, compare_with_eager, watch_replays
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import TinyWorld, greedy, run, tokens_of
 from tests.worlds.gpu import graph_steps
 from tests.worlds.tokens import COUNTS, TokenSet, V, with_new
@@ -57,7 +58,7 @@ def assert_right(world, pairs, answers, max_tokens=6):
         assert answer == world.answer(name, prompt, max_tokens + i % 3), f"{i}: {name}"
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
+@pytest.mark.parametrize("backend", without_gpu_at_night(["auto"], "triton"))
 @pytest.mark.nightly_without_gpu
 def test_tokens_that_adapters_add_are_written_and_read_in_captured_steps(tokens, backend):
     engine = captured(tokens, backend, max_loras=2, lora_extra_vocab_size=EXTRA)

@@ -11,6 +11,7 @@ from test_runner_graphs import Rerun, watch_replays
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from tests.oracles.peft import Oracle
 from tests.tools.device import DEVICE
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import change_json, save_adapter
 from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
 from tests.worlds.gpu import graph_steps
@@ -75,7 +76,7 @@ def lora(root, name):
     return LoRARequest(name, list(ADAPTERS).index(name) + 1, str(root / name)) if name else None
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
+@pytest.mark.parametrize("backend", without_gpu_at_night(["auto"], "triton"))
 def test_captured_steps_give_the_tokens_of_each_request_alone(world, backend):
     """Six requests on three slots: slots change hands between replays of the same graph."""
     root, oracles = world

@@ -16,6 +16,7 @@ from minivllm.core.request_queue import RequestQueues
 from minivllm.gpu import cuda_graphs
 from minivllm.gpu.cuda_graphs import mixed_sizes
 from tests.tools.device import DEVICE, needs_cuda, no_waiting
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 from tests.worlds.gpu import graph_steps
 from tests.worlds.models import token_ids
@@ -60,7 +61,7 @@ def prompt_steps(engine):
     return [record for record in engine.trace.records if any(row.tokens > 1 for row in record.rows)]
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
+@pytest.mark.parametrize("backend", without_gpu_at_night(["auto"], "triton"))
 def test_prompts_and_decodes_in_one_graph_give_the_tokens_of_each_request_alone(world, backend):
     engine = graphed_engine(world, punica_backend=backend, max_num_batched_tokens=20)
 

@@ -10,6 +10,7 @@ from minivllm import SamplingParams
 from minivllm.gpu.cuda_graphs import capture_sizes
 from minivllm.gpu.step_graphs import NO_ADAPTERS
 from tests.tools.device import DEVICE, needs_cuda
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import greedy, run, tiny_world, tokens_of
 from tests.worlds.gpu import graph_steps
 from tests.worlds.models import token_ids
@@ -100,7 +101,7 @@ def assert_tokens_are_right(world, outputs, names, max_tokens=4):
         assert tokens_of(outputs[str(i)]) == expected, f"{i}: {name}"
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
+@pytest.mark.parametrize("backend", without_gpu_at_night(["auto"], "triton"))
 def test_padded_steps_give_the_tokens_of_each_request_alone(world, backend):
     engine = paged_engine(world, punica_backend=backend)
 

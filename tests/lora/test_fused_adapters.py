@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.oracles.peft import Oracle
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import save_adapter
 from tests.worlds.engines import TinyWorld, snapshot
 from tests.worlds.models import SIZES, save_base, token_ids
@@ -63,10 +64,7 @@ BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 # Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
 by_backend = pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param(b, marks=pytest.mark.nightly_without_gpu if b in ("triton", "paged") else ())
-        for b in BACKENDS
-    ],
+    without_gpu_at_night(("loops", "grouped"), "triton", "paged"),
 )
 OPTIONS = {"max_loras": 3, "max_cpu_loras": 8, "bias_enabled": True}
 

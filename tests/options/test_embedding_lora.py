@@ -5,6 +5,7 @@ those of transformers + PEFT for it alone.
 import pytest
 import torch
 
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import TinyWorld, crossed, greedy
 
 TARGETS = {
@@ -67,10 +68,7 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, v
 
 @pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param(b, marks=() if b in ("loops", "grouped") else pytest.mark.nightly_without_gpu)
-        for b in BACKENDS
-    ],
+    without_gpu_at_night(("loops", "grouped"), "triton", "paged"),
 )
 def test_every_backend_gives_them(tied, backend):
     engine = tied.engine(max_loras=6, max_cpu_loras=6, punica_backend=backend)
@@ -78,7 +76,7 @@ def test_every_backend_gives_them(tied, backend):
     tied.assert_serves(engine, tied.workload(rows=2), max_tokens=5, tolerance=BACKENDS[backend])
 
 
-@pytest.mark.parametrize("backend", ["loops", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
+@pytest.mark.parametrize("backend", without_gpu_at_night(["loops"], "triton"))
 def test_in_chunks_too(tied, backend):
     """A prompt's last chunk is sampled, the others are not: rows of logits are not the batch's tokens."""
     engine = tied.engine(max_loras=6, max_cpu_loras=6, max_num_batched_tokens=7, punica_backend=backend)

@@ -15,6 +15,11 @@ def by_day(values: Iterable, one_in: int = 3, mark: pytest.MarkDecorator = pytes
     return [pytest.param(value, marks=() if n % one_in == 0 else mark) for n, value in enumerate(values)]
 
 
+def without_gpu_at_night(day: Iterable, *night: object) -> list:
+    """A parameter's values: those of `day`, and those of `night`, which run at night alone where no GPU does."""
+    return [*day, *(pytest.param(value, marks=pytest.mark.nightly_without_gpu) for value in night)]
+
+
 def of_night(things: Sequence, nights: int, day: datetime.date | None = None) -> list:
     """Those whose turn it is: all of them in `nights` nights that follow each other, each once."""
     turn = (day or datetime.date.today()).toordinal() % nights

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minivllm import SamplingParams
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import TinyWorld, crossed, greedy, run, tokens_of
 from tests.worlds.models import character_tokenizer, token_ids
 from tests.worlds.tokens import COUNTS, TokenSet, V
@@ -69,9 +70,7 @@ def test_are_those_of_each_request_alone(tmp_path_factory, variant, setting):
         assert_logprobs(outputs[str(number)], world, name, wanted=number % 3)
 
 
-@pytest.mark.parametrize(
-    "backend", [*("loops", "grouped", "triton"), pytest.param("paged", marks=pytest.mark.nightly_without_gpu)]
-)
+@pytest.mark.parametrize("backend", without_gpu_at_night(["loops", "grouped", "triton"], "paged"))
 def test_23_of_an_adapter_on_lm_head_are_its_own_on_every_backend(llama, backend):
     """As many rows of logits as prompt tokens need as many adapters: not one for each request."""
     engine = llama.engine(max_loras=4, punica_backend=backend)

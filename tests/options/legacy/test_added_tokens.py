@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import OPTIONS, crossed, greedy, run, snapshot, tokens_of
 from tests.worlds.models import character_tokenizer
 from tests.worlds.tokens import COUNTS, H, TokenSet, V, with_new
@@ -20,10 +21,7 @@ BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 # Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
 by_backend = pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param(b, marks=() if b in ("loops", "grouped") else pytest.mark.nightly_without_gpu)
-        for b in BACKENDS
-    ],
+    without_gpu_at_night(("loops", "grouped"), "triton", "paged"),
 )
 SETTINGS = {
     "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},

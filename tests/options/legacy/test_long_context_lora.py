@@ -15,6 +15,7 @@ from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.vllm.layers import LinearScalingRotaryEmbeddingWithLoRA
 from tests.oracles.peft import Oracle
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import change_json, save_adapter
 from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
 from tests.worlds.models import save_base, stretch_positions, token_ids
@@ -64,9 +65,7 @@ def engine(world, **options):
 PROMPTS = {"plain": 41, "twofold": 88, "oddly": 123, "within": 17, None: 30}
 
 
-@pytest.mark.parametrize(
-    "backend", ["loops", "grouped", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)]
-)
+@pytest.mark.parametrize("backend", without_gpu_at_night(["loops", "grouped"], "triton"))
 def test_each_row_has_its_own_adapters_angles(world, oracles, backend):
     llm = engine(world, max_loras=4, max_cpu_loras=4, punica_backend=backend)
     prompts = {name: token_ids(length, seed) for seed, (name, length) in enumerate(PROMPTS.items())}

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
+from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import TinyWorld, assert_logits, crossed, greedy, run, snapshot, watch_logits
 
 ADAPTERS = {
@@ -94,9 +95,7 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, v
     world.assert_serves(engine, world.workload())
 
 
-@pytest.mark.parametrize(
-    "backend", [*("loops", "grouped", "paged"), pytest.param("triton", marks=pytest.mark.nightly_without_gpu)]
-)
+@pytest.mark.parametrize("backend", without_gpu_at_night(["loops", "grouped", "paged"], "triton"))
 @pytest.mark.parametrize(
     "variant", ["llama-llama3-rope", pytest.param("phi3-fused", marks=pytest.mark.nightly)]
 )
