@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import ssl
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,10 @@ if not torch.cuda.is_available():
 
 # httpx reads the certificates of all authorities for each call without a client, and no test speaks https.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+# jsonschema, which nbformat imports, would build 38 grammars of internet names for it, two seconds in each process:
+# no notebook's schema asks for any.
+sys.modules["rfc3987_syntax"] = None
 
 # Python's own 700 have the garbage collector look so often that a tenth of the tests' time goes there.
 gc.set_threshold(50_000, 10, 10)
