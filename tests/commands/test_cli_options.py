@@ -21,6 +21,7 @@ from minivllm.config import LoRAConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.errors import EngineDeadError
 from minivllm.models.demo_model import _silence_library_bars
+from tests.tools.nights import by_day
 from tests.worlds.waiting import PATIENCE
 
 run = CliRunner().invoke
@@ -88,7 +89,7 @@ class TestServe:
         config = LoRAConfig(max_loras=options.get("max_loras"), max_cpu_loras=options.get("max_cpu_loras"))
         assert config.on_device("cpu").max_loras == slots
 
-    @pytest.mark.parametrize("kept", [0, -3])
+    @pytest.mark.parametrize("kept", by_day([0, -3], 2))
     def test_keeps_at_least_one_adapter_in_memory(self, monkeypatch, capsys, kept):
         command = ["minivllm", "serve", "no-model", "--port", "0", "--max-cpu-loras", str(kept)]
         monkeypatch.setattr(sys, "argv", command)

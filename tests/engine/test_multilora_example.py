@@ -101,6 +101,7 @@ def test_both_names_of_one_adapter_give_the_same_answer(outputs):
     assert outputs["3"].lora_request.lora_name == "sql-lora2"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("request_id", "adapter"), [("0", None), ("2", ADAPTER), ("3", ADAPTER)])
 def test_answers_and_logprobs_are_those_of_transformers_and_peft(outputs, oracle, request_id, adapter):
     output = outputs[request_id]

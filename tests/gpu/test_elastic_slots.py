@@ -141,10 +141,12 @@ def test_keys_and_values_take_pages_back_from_idle_adapters(world):
     outputs = run(engine)
     assert_books_agree(engine)
 
-    many = [(f"base-{i}", None, 60, 30) for i in range(6)]
+    many = [(f"base-{i}", None, 80, 10) for i in range(6)]
     add(engine, world, many)
+    evictions = engine.trace.summary()["evictions"]
     outputs |= run(engine)
 
+    assert engine.trace.summary()["evictions"] > evictions
     assert_right(world, outputs, [*few, *many])
     assert_books_agree(engine)
 

@@ -8,6 +8,7 @@ import re
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
+from tests.tools.nights import by_day
 from tests.worlds.engines import tiny_world
 from tests.worlds.servers import BASE_NAME, Answers, client_of, serving
 
@@ -21,7 +22,7 @@ def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["thread", "process"])
+@pytest.fixture(scope="module", params=by_day([False, True], 2), ids=["thread", "process"])
 def server(world, request):
     with serving(world, *NAMES, in_a_process=request.param) as server:
         yield server

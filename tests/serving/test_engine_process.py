@@ -345,6 +345,7 @@ class TestACall:
 
 
 class TestTheEngine:
+    @pytest.mark.nightly  # by day tests/server/test_server_process.py kills one
     def test_that_is_killed_ends_every_request_and_all_that_comes_later(self, own):
         async def main():
             running = [own.generate(PROMPT, greedy(3000), f"r{i}") for i in range(3)]
