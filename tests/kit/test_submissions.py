@@ -11,6 +11,8 @@ from checkout import Checkout, asked_for
 from labs.kit.confine import LEAST_ABI, landlock_abi
 from labs.kit.refusals import check
 from labs.kit.regions import LabError, read_engine
+from labs.kit.tampering import judges, replaced
+from tests.oracles import rows
 from tests.tools.nights import by_day
 
 pytestmark = pytest.mark.skipif(
@@ -102,6 +104,15 @@ def test_a_hostile_submission_gets_no_point(graded, name):
     assert graded[name]["points"] == 0
     assert graded[name]["exercises"][0]["state"] == "failed"
     assert graded[name]["exercises"][0]["message"]
+
+
+def test_a_function_of_the_tests_that_is_another_is_named(monkeypatch):
+    before = judges()
+    assert "tests.oracles.rows.assert_rows_equal" not in replaced(before)
+
+    monkeypatch.setattr(rows, "assert_rows_equal", lambda *tensors: None)
+
+    assert "tests.oracles.rows.assert_rows_equal" in replaced(before)
 
 
 def test_others_are_graded_as_if_it_were_not_there(graded):
