@@ -1,15 +1,17 @@
 """The same program on the learner's engine and on ours: which step is the first that differs, and why."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from labs.kit.alignment import Step, align, differences
 from labs.kit.regions import LabError
@@ -17,6 +19,10 @@ from minivllm.observe.page import build_page, run_of
 
 # Seconds, and parts of what ours took, after which the learner's engine is not waited for any longer.
 LEAST_LIMIT, LIMIT = 60.0, 5.0
+LOOK = 1.0  # seconds between looks at how far a program is
+
+# Called with what is being done, and how far it is.
+Tell = Callable[[str, str], object]
 
 
 @dataclass
@@ -113,28 +119,37 @@ def compare(yours: Recorded, ours: Recorded) -> Comparison:
 
 
 def record(
-    name: str, command: list[str], environment: Mapping[str, str], folder: Path, limit: float | None = None
+    name: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    limit: float = math.inf,
+    tell: Callable[[str], object] = lambda so_far: None,
 ) -> Recorded:
     """Run a Python program and keep what its engine does. What it prints goes into `folder`.
 
-    limit   seconds after which it is ended
+    limit   seconds after which it is ended; this process's own end is its end, too
+    tell    called once a second with how far it is
     """
     file, started = folder / f"{name}.jsonl", time.monotonic()
     file.unlink(missing_ok=True)
+    is_late = False
     with open(folder / f"{name}.out", "w") as out, open(folder / f"{name}.err", "w") as err:
         program = subprocess.Popen(
-            [sys.executable, "-m", "labs.kit.recording", str(file), *command],
+            [sys.executable, "-m", "labs.kit.recording", str(os.getpid()), str(file), *command],
             env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)), **environment},
             stdout=out,
             stderr=err,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        is_late = False
         try:
-            program.wait(limit)
-        except subprocess.TimeoutExpired:
-            is_late = True
+            while program.poll() is None and not is_late:
+                seconds = time.monotonic() - started
+                tell(f"{steps_in(file)} steps, {seconds:.0f} s")
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(min(LOOK, limit))
+                is_late = program.poll() is None and time.monotonic() - started > limit
         finally:
             if program.poll() is None:
                 os.killpg(program.pid, signal.SIGKILL)
@@ -147,6 +162,11 @@ def record(
     elif program.returncode and recorded.end is None:
         recorded.end = f"it ended with exit status {program.returncode}"
     return recorded
+
+
+def steps_in(file: Path) -> int:
+    """How many were written so far; the line before them has the engine's room."""
+    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
 
 
 def read(name: str, file: Path) -> Recorded:
@@ -169,20 +189,18 @@ def _last_line(file: Path) -> str:
 
 
 def compare_program(
-    command: list[str], yours: Mapping[str, str], ours: Mapping[str, str], folder: Path, tell: Any
+    command: list[str], yours: Mapping[str, str], ours: Mapping[str, str], folder: Path, tell: Tell
 ) -> Comparison:
     """Run a program on both engines, ours first.
 
     yours, ours   the environments that choose the engine
-    tell          called with a sentence before what takes long
+    tell          called before what takes long, and while it does
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tell("our engine runs")
-    first = record("ours", command, ours, folder)
+    first = record("ours", command, ours, folder, tell=partial(tell, "our engine runs"))
     if not first.steps:
         raise LabError(f"'{' '.join(command)}' makes our engine take no step; {first.ending}")
-    tell("your engine runs")
     limit = max(LEAST_LIMIT, LIMIT * first.seconds)
-    second = record("yours", command, yours, folder, limit)
-    tell("comparing")
+    second = record("yours", command, yours, folder, limit, partial(tell, "your engine runs"))
+    tell("comparing", f"{len(second.steps)} steps with {len(first.steps)}")
     return compare(second, first)

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ IDLE = 0.05  # a job that computes for less than this share of its limit waits f
 GRACE = 3.0  # seconds that a test has for its end once it was told, before its processes are killed
 LONG = 5.0  # seconds after which a learner is told which test is running
 LOOK = 0.5  # seconds between looks at the processes
+GONE = 0.2  # seconds between looks at whether the parent is there
 ALONE = 600  # seconds that a process may compute whose parent, which would have ended it, was killed
 MOST_PROCESSES = 64  # of one job
 ROOM = 3 << 30  # bytes that a job may take beside what it begins with
@@ -177,6 +179,17 @@ def begin_session() -> None:
     """In a child: it and whatever it starts can be watched and ended together, and end should its parent be killed."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (ALONE, ALONE))
+
+
+def end_with(parent: int) -> None:
+    """In the first process of a session: kill all of it once `parent`, which started it, is gone, however it ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(GONE)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lab-parent", daemon=True).start()
 
 
 def kill_session(leader: BaseProcess) -> None:

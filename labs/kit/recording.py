@@ -1,4 +1,6 @@
-"""Runs a Python program and writes down what its engine does: `python -m labs.kit.recording FILE PROGRAM ...`.
+"""Runs a Python program and writes down what its engine does: `python -m labs.kit.recording PID FILE PROGRAM ...`.
+
+PID is the process that it ends with. It leads a session, and what it starts ends with it, too.
 
 A line of JSON for every call of `step`: its trace record, and beside it
 
@@ -23,6 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
+from labs.kit.limits import end_with
 from labs.kit.regions import LabError
 from minivllm.assembly import LLMEngine
 from minivllm.engine.outputs import RequestOutput
@@ -161,4 +164,5 @@ def main(path: str, *command: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    end_with(int(sys.argv[1]))
+    main(*sys.argv[2:])

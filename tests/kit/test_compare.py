@@ -5,16 +5,23 @@ import json
 import math
 import os
 import random
+import re
+import signal
+import subprocess
+import sys
+import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 from checkout import Checkout
 from recorded_runs import ONE_BY_ONE, TWO_BESIDE, VARIANT, run_all, write_program
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
+from labs.kit.commands.run import Told
 from labs.kit.compare import Recorded, compare, record
 from labs.kit.mutants import mutants_of
-from labs.kit.regions import LabError, read_engine
+from labs.kit.regions import ROOT, LabError, read_engine
 from tests.tools.browser import Tab, open_browser
 from tests.worlds.engines import tiny_world
 
@@ -187,6 +194,18 @@ def test_an_engine_of_ours_that_does_nothing_is_nothing_to_compare_with():
         compare(Recorded("yours"), Recorded("ours"))
 
 
+@pytest.mark.parametrize(("every", "lines"), [(10, [0, 10, 11, 21]), (0, [*range(25)])])
+def test_how_far_it_is_is_said_at_once_and_then_now_and_then(every, lines):
+    times, said = iter(range(25)), []
+    tell = Told(said.append, every, clock=lambda: next(times))
+
+    for second in range(25):
+        tell("our engine runs" if second < 11 else "your engine runs", f"second {second}")
+
+    assert [int(re.search(r"second (\d+)", line)[1]) for line in said] == lines
+    assert said[0] == "[dim]our engine runs: second 0[/]"
+
+
 def letter(name: str) -> dict:
     """A step with two rows, one of them by its name."""
     rows = [
@@ -341,3 +360,33 @@ def test_the_command_says_what_cannot_be_compared(program, tmp_path_factory):
     assert nothing.returncode == 2 and "nothing is yours yet" in nothing.stderr
     assert shell.returncode == 2 and "'ls' is no Python program" in shell.stderr
     assert todo.returncode == 1 and "errors: yours raises Todo: lab 6.2" in todo.stdout
+
+
+ENDLESS = "import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)\n"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_program_ends_with_the_command_that_runs_it(tmp_path, number):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    command = ["compare", "--labs", "6.1", "--folder", str(tmp_path / "out"), "--", "python", "endless.py"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "labs.kit.cli", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    printed = tmp_path / "out/ours.out"
+    until = time.monotonic() + 120
+    while not (printed.is_file() and printed.read_text()) and time.monotonic() < until:
+        time.sleep(0.1)
+
+    process.send_signal(number)
+    said = process.communicate()[0]
+
+    assert "our engine runs: 0 steps, 0 s" in said
+    program = int(printed.read_text())
+    while Path(f"/proc/{program}").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{program}").exists()

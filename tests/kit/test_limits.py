@@ -1,5 +1,6 @@
 """A learner's code that gets out of its tests, or never out of them, has failed, and the message says where."""
 
+import select
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from labs.kit.forks import test_files as files_of
 from labs.kit.limits import Use, Watch, limit_of
 from labs.kit.overlay import Source
 from labs.kit.plugin import MEANING
-from labs.kit.regions import read_engine
+from labs.kit.regions import ROOT, read_engine
 
 # What stands first in the body of 3.4, and what is said of it.
 LEAVES = {
@@ -228,3 +229,23 @@ def test_what_processes_of_a_session_use_is_counted_together():
     finally:
         limits.os.killpg(process.pid, limits.signal.SIGKILL)
         process.wait()
+
+
+def test_a_session_ends_with_the_process_that_has_started_it():
+    leader = (
+        "import os, sys, time\nfrom labs.kit.limits import end_with\nend_with(int(sys.argv[1]))\n"
+        "if os.fork(): print(flush=True)\ntime.sleep(60)\n"
+    )
+    parent = (
+        "import os, subprocess, sys\n"
+        f"command = [sys.executable, '-c', {leader!r}, str(os.getpid())]\n"
+        "subprocess.Popen(command, start_new_session=True).wait()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, cwd=ROOT)
+    process.stdout.readline()
+
+    process.kill()
+
+    assert select.select([process.stdout], [], [], 30)[0], "what it has started goes on"
+    assert process.stdout.read() == b""  # nobody has the other end
+    process.wait()

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +17,8 @@ from labs.kit.commands.shared import SIGNS, Number, choose, choose_one, console
 from labs.kit.path import track_of
 from labs.kit.progress import has_stub, is_untouched, learners_exercise, place
 from labs.kit.regions import ROOT, LabError
+
+SELDOM = 10.0  # seconds between lines where each stays, since nobody reads a terminal
 
 
 def run(
@@ -85,7 +89,8 @@ def compare_command(
         raise LabError("nothing is yours yet; begin an exercise, or name some with --labs")
     console.print(f"yours: {yours}")
     with console.status("") as status:
-        found = compare_program(command, environment(yours), environment(""), folder, status.update)
+        tell = Told(status.update, 0.0) if console.is_terminal else Told(console.print, SELDOM)
+        found = compare_program(command, environment(yours), environment(""), folder, tell)
     for run in (found.ours, found.yours):
         console.print(f"{run.name}: {len(run.steps)} steps, {run.seconds:.1f} s with its start")
     colour = "green" if found.column is None else "yellow"
@@ -96,6 +101,22 @@ def compare_command(
     page.write_text(found.page(" ".join(command)), encoding="utf-8")
     console.print(f"[dim]both, step by step: {escape(str(page))}[/]")
     raise typer.Exit(0 if found.column is None else 1)
+
+
+class Told:
+    """Says how far something is.   say: takes a line; every: seconds between lines about the same thing"""
+
+    def __init__(
+        self, say: Callable[[str], object], every: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._every, self._clock = say, every, clock
+        self._what, self._at = "", 0.0
+
+    def __call__(self, what: str, so_far: str) -> None:
+        now = self._clock()
+        if what != self._what or now - self._at >= self._every:
+            self._what, self._at = what, now
+            self._say(f"[dim]{what}: {so_far}[/]")
 
 
 def begun() -> str:
