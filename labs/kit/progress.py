@@ -58,6 +58,10 @@ class Progress:
             self.passed.pop(number, None)
             self.passed[number] = digest
 
+    def has_changed(self, exercise: Exercise) -> bool:
+        """Whether it has passed, and its code is another now."""
+        return exercise.number in self.passed and self.state(exercise) == "started"
+
     def state(self, exercise: Exercise) -> str:
         """passed, if this very code did; todo, if the stub stands untouched; else started."""
         if is_untouched(exercise):

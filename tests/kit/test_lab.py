@@ -69,6 +69,9 @@ def test_a_pass_names_the_next_exercise_and_says_when_a_phase_is_done(capsys):
         def state(self, exercise):
             return "passed" if exercise.number in self.numbers else "todo"
 
+        def has_changed(self, exercise):
+            return False
+
     exercises = read_engine()
     core = ["1.2", "1.3", "1.4", "1.5", "1.6"]
 
@@ -138,7 +141,8 @@ def test_a_pass_of_one_exercise_is_shown_until_its_own_code_changes(checkout):
     assert passed.startswith("1 of ") and "Next: lab 1.1" in passed
     for line in ("✓ 3.2 shrink, one token at a time\n", "~ 1.1 ", "· 3.3 "):
         assert f"\n  {line}" in passed
-    assert "\n  ~ 3.2" in changed
+    assert "\n  ~ 3.2 shrink, one token at a time  changed since it passed\n" in changed
+    assert changed.count("changed since it passed") == 1 and "since it passed" not in passed
     assert refused.returncode == 2 and "has not passed" in refused.stderr
     assert "if slot >= 0:" in spoilt.stdout and 'raise Todo("lab 3.2' in spoilt.stdout
     assert earned.stdout.count("if slot >= 0:") == 2
@@ -250,6 +254,19 @@ def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
         "0 of 4 on the learning path, "
         "1 of 13 on side tracks "
     )
+
+
+def test_what_has_changed_since_it_passed_is_to_be_checked_again(capsys):
+    exercise = read_engine()["3.2"]
+
+    say_next(exercise, has_changed=True)
+    changed = capsys.readouterr().out
+    say_next(exercise)
+
+    assert re.search(
+        r"\n  changed since it passed: labs/\S+:\d+\n  lab check 3.2 checks it again\n$", changed
+    )
+    assert "since it passed" not in capsys.readouterr().out
 
 
 def test_after_the_core_path_nothing_is_proposed_that_was_not_begun():

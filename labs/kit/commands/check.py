@@ -122,7 +122,8 @@ def say_what_is_next(passed: list[Exercise], progress: Progress) -> None:
             console.print(f"[green]Phase {phase[:2]} is done[/]{beside}.")
     following = next_of(exercises, states, progress.last)
     said = named(following) if following else "nothing more on the core path; lab shows what else there is"
-    console.print(f"Next: {escape(said)}")
+    again = ", changed since it passed" * (following is not None and progress.has_changed(following))
+    console.print(f"Next: {escape(said)}{again}")
 
 
 def stuck_at(left: list[Exercise], alone: bool) -> Exercise | None:

@@ -33,12 +33,13 @@ def overview(context: typer.Context) -> None:
     if context.invoked_subcommand:
         return
     progress, exercises = Progress(), choose(None)
+    changed = {exercise.number for exercise in exercises if progress.has_changed(exercise)}
     states = {exercise.number: progress.state(exercise) for exercise in exercises}
     solved = counts([(track_of(e), states[e.number] == "passed") for e in exercises])
     said = [f"{done} of {of} {TRACKS[track]}" for track, (done, of) in solved.items()]
     console.print(f"{', '.join(said)} solved.")
     console.print(
-        "✓ solved  ~ started or changed since  · TODO  (a number that is missing is not in use any more)\n"
+        "✓ solved  ~ started  · TODO  (a number that is missing is not in use any more)\n"
         "A phase is done when all but its side tracks are solved. The core path leads to the engine.\n"
     )
     for phase in dict.fromkeys(exercise.phase for exercise in exercises):
@@ -49,11 +50,13 @@ def overview(context: typer.Context) -> None:
         console.print(f"[bold]{phase}[/]  {path}, {sum(solved_of)} of {len(solved_of)}{is_done}")
         for exercise in own:
             title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
+            title += "  [yellow]changed since it passed[/]" * (exercise.number in changed)
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
     hunts.say_count()
     opened.say_count()
     console.print()
-    say_next(next_of(exercises, states, progress.last))
+    following = next_of(exercises, states, progress.last)
+    say_next(following, following is not None and following.number in changed)
 
 
 def say_edits() -> None:
@@ -82,12 +85,16 @@ def other_paths(exercises: list[Exercise]) -> str:
     )
 
 
-def say_next(exercise: Exercise | None) -> None:
+def say_next(exercise: Exercise | None, has_changed: bool = False) -> None:
+    """What to do now.   has_changed: the exercise has passed, with other code"""
     if exercise is None:
         now = WHAT_NOW.format(paths=other_paths(choose(None)))
         console.print(f"[green]The core path is done.[/] An engine runs on your code. What now:\n{now}")
         return
-    console.print(f"Next: {escape(named(exercise))}")
-    console.print(f"  read:  phases/{exercise.phase}/README.md\n  write: {place(exercise)}")
     number = exercise.number
+    console.print(f"Next: {escape(named(exercise))}")
+    if has_changed:
+        console.print(f"  changed since it passed: {place(exercise)}\n  lab check {number} checks it again")
+        return
+    console.print(f"  read:  phases/{exercise.phase}/README.md\n  write: {place(exercise)}")
     console.print(f"  lab check {number}    lab hint {number}    lab api {number}")
