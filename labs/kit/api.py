@@ -15,6 +15,7 @@ from labs.kit.regions import Exercise, Function, find_regions
 
 Definition = Function | ast.ClassDef
 _QUOTED = re.compile(r"`([^`]+)`")
+_WORD = re.compile(r"\w+")
 _ROW = re.compile(r"([`\w][\w`, .()]*?) {2,}\S")  # of a table in a docstring
 
 
@@ -41,38 +42,123 @@ def page_of(exercise: Exercise) -> tuple[dict[str, str], list[Entry]]:
     }
     recipes = dict(exercise.recipes.get(exercise.number, {}))
     if exercise.is_blank:
-        names = named(contract(exercise))
+        said = contract(exercise)
+        without_arguments = re.sub(r"(?<=\w)\([^()]*\)", "", said)
+        names = named(without_arguments) | (names_in(tree, asked) & set(_WORD.findall(said)))
     else:
         names = names_in(tree, asked) | named(" ".join(recipes.values()))
+    types = reached(exercise.module, tree, asked, names)
     entries = [
         Entry(exercise.module, text)
         for node in tree.body
-        if isinstance(node, Definition) and node.lineno not in asked and (text := shown(node, names, asked))
+        if isinstance(node, Definition)
+        and node.lineno not in asked
+        and (isinstance(node, Function) or (exercise.module, node.name) in types)
+        and (text := shown(node, names, asked))
     ]
     for module, name in dict.fromkeys(imported(tree)):
-        if (node := definition(module, name)) is not None and (text := shown(node, names)):
+        node = definition(module, name)
+        if isinstance(node, ast.ClassDef) and (module, name) not in types:
+            continue
+        if node is not None and (text := shown(node, names)):
             entries.append(Entry(module, text))
     return recipes, entries
 
 
+def reached(module: str, tree: ast.Module, asked: set[int], names: set[str]) -> set[tuple[str, str]]:
+    """(module, name) of each class whose members the names may mean: a like-named member of another is left out.
+
+    They are the classes around what is asked for, those that it and the names mention, and from there on their bases
+    and what is said to be the type of a member that has one of the names.
+    """
+    within = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, Definition) and not asked.isdisjoint(range(node.lineno, node.end_lineno + 1))
+    ]
+    todo = [(module, name) for name in names]
+    for node in within:
+        todo.append((module, node.name))
+        if isinstance(node, Function):
+            todo += [(module, word) for word in words_of(node)]
+    found: set[tuple[str, str]] = set()
+    seen = set(todo)
+    while todo:
+        home, name, node = resolved(*todo.pop())
+        if isinstance(node, ast.ClassDef):
+            found.add((home, name))
+        new = {(home, word) for word in mentioned(node, names)} - seen
+        seen |= new
+        todo += new
+    return found
+
+
+def mentioned(node: ast.stmt | None, names: set[str]) -> set[str]:
+    """Words of the types that a definition leads to: a function's result, a class's bases and named members."""
+    if isinstance(node, Function):
+        return words_of(node.returns)
+    if isinstance(node, ast.Assign):
+        return words_of(node.value)  # another name of a type
+    if not isinstance(node, ast.ClassDef):
+        return set()
+    found = {word for base in node.bases for word in words_of(base)}
+    wanted: set[str] = set()
+    new = names
+    while new - wanted:  # what a member is made from has a type, too
+        wanted, new = wanted | new, set()
+        for child in ast.walk(node):
+            if isinstance(child, ast.AnnAssign) and words_of(child.target) & wanted:
+                found |= words_of(child.annotation)
+            elif isinstance(child, ast.Assign) and any(words_of(t) & wanted for t in child.targets):
+                new |= words_of(child.value) - {"self"}
+            elif isinstance(child, Function) and child.name in wanted:
+                found |= words_of(child.returns)
+            elif isinstance(child, ast.arg) and child.arg in wanted:
+                found |= words_of(child.annotation)
+        found |= new
+    return found
+
+
+def words_of(node: ast.AST | None) -> set[str]:
+    return set(re.findall(r"\w+", ast.unparse(node))) if node else set()
+
+
+@cache
+def resolved(module: str, name: str) -> tuple[str, str, ast.stmt | None]:
+    """Where a name of a module is defined, in it or in the engine's module from which it is imported."""
+    for node in tree_of(module).body:
+        if isinstance(node, Definition) and node.name == name:
+            return module, name, node
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            return module, name, node
+    for home, imported_name in imported(tree_of(module)):
+        if imported_name == name:
+            return resolved(home, name)
+    return module, name, None
+
+
 def names_in(tree: ast.Module, lines: set[int]) -> set[str]:
-    """What is called or looked up there, and what docstrings there name."""
-    found = set()
+    """What is called or looked up there, and what docstrings there name; variables of its own are none of it."""
+    found, own, members = set(), set(), set()
     for node in ast.walk(tree):
         if getattr(node, "lineno", 0) not in lines:
             continue
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            (own if isinstance(node.ctx, ast.Store) else found).add(node.id)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            members.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            members.add(node.arg)
         elif isinstance(node, Definition):
-            found |= named(ast.get_docstring(node) or "")
-    return found
+            members |= named(ast.get_docstring(node) or "")
+    return (found - own) | members
 
 
 def named(text: str) -> set[str]:
     """Every word of what stands between backticks."""
-    return {word for quoted in _QUOTED.findall(text) for word in re.findall(r"\w+", quoted)}
+    return {word for quoted in _QUOTED.findall(text) for word in _WORD.findall(quoted)}
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -85,11 +171,14 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
 @cache
 def definition(module: str, name: str) -> Definition | None:
     """A class or function of a module of the engine; None for anything else, such as a constant."""
+    return next((n for n in tree_of(module).body if isinstance(n, Definition) and n.name == name), None)
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """Of a module of the engine; empty for one that is none."""
     path = engine_file(module)
-    if not path.is_file():
-        return None
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return next((n for n in tree.body if isinstance(n, Definition) and n.name == name), None)
+    return ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
 
 
 def shown(node: Definition, names: set[str], asked: frozenset[int] | set[int] = frozenset()) -> str:

@@ -82,3 +82,19 @@ def test_sentences_about_what_to_use_come_first():
     uses, _ = page_of(EXERCISES["7.3"])
 
     assert uses["_prepare_inputs"].startswith("`all_token_ids`")
+
+
+@pytest.mark.parametrize(
+    "number, left_out, kept",
+    [
+        ("2.7", "class LinearBase", "pack(parts: Parts)"),
+        ("5.2", "class FullTiers", "find_slot() -> int"),
+        ("7.3", "class Ranks", "block_ids: list[int]"),
+        ("7.4", "tokens: torch.Tensor", "scheduled: list[ScheduledRequest]"),
+    ],
+)
+def test_a_name_means_a_member_of_the_type_that_annotations_lead_to(number, left_out, kept):
+    page = text_of(number)
+
+    assert left_out not in page
+    assert kept in page
