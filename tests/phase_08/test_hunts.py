@@ -332,9 +332,8 @@ def test_a_fix_of_one_part_of_a_fault_is_refused(checkout, chosen):
 REFUSED = {
     "without what was right": (
         "8.18",
-        "        try:\n            _refuse_records(data)\n        except ValueError:\n"
-        "            torch.load(path, weights_only=False)\n            raise\n",
-        "",
+        "weights_only=False)\n        _refuse_records(data)\n",
+        "weights_only=True)\n",
     ),
     "where slots are pinned, and not where they are in use": (
         "8.20",
@@ -350,7 +349,9 @@ REFUSED = {
     ),
     "of other threads alone": (
         "8.28",
-        "            pass\n",
+        "        if not self._lock.acquire(blocking=False) and self._caller == threading.get_ident():\n"
+        '            raise RuntimeError(IN_THE_MIDDLE.format("engine"))\n',
+        "        if not self._lock.acquire(blocking=False):\n"
         "            if self._caller != threading.get_ident():\n                raise EngineBusy('busy')\n",
     ),
     "where some of a module is left alone, and not where all is": (
@@ -364,7 +365,9 @@ REFUSED = {
 TAKEN = {
     "in a sentence of one's own": (
         "8.28",
-        "            pass\n",
+        "        if not self._lock.acquire(blocking=False) and self._caller == threading.get_ident():\n"
+        '            raise RuntimeError(IN_THE_MIDDLE.format("engine"))\n',
+        "        if not self._lock.acquire(blocking=False):\n"
         "            raise RuntimeError('it is in another call')\n",
     ),
 }
