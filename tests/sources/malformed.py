@@ -9,7 +9,6 @@ without. Where the spoiling did no harm the adapter is served, and nothing is as
 """
 
 import argparse
-import json
 import random
 import re
 import shutil
@@ -59,10 +58,6 @@ class Report:
         for (_, outcome), count in self.outcomes.items():
             totals[outcome] += count
         return totals
-
-    def as_json(self) -> dict:
-        worst = {"slowest": self.slowest, "largest": self.largest}
-        return {"outcomes": self.totals, "faults": self.faults, "answers": self.answers, **worst}
 
     def lines(self) -> list[str]:
         totals = self.totals
@@ -250,6 +245,14 @@ def _odd_request(rng: random.Random, folder: Path) -> dict:
     return {"lora_name": rng.choice(names), "lora_int_id": BAD, "lora_path": rng.choice(paths)}
 
 
+def attack(numbers: Iterable[int], seed: int, limit: float) -> Report:
+    """By adapters of these numbers. The process gets no more memory after it, so it is one that does nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        attacker = Attack(Path(folder), seed, limit)
+        limit_memory(6)
+        return attacker.run(numbers)
+
+
 def main() -> None:
     import transformers
 
@@ -258,15 +261,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=30, help="seconds until one adapter is given up")
     parser.add_argument("--first", type=int, default=0, help="number of the first adapter")
-    parser.add_argument("--json", action="store_true", help="one line for another program")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        attack = Attack(Path(folder), options.seed, options.limit)
-        limit_memory(6)
-        report = attack.run(tqdm(range(options.first, options.first + options.adapters), mininterval=10))
-    print(json.dumps(report.as_json()) if options.json else "\n".join(report.lines()))
+    numbers = tqdm(range(options.first, options.first + options.adapters), mininterval=10)
+    report = attack(numbers, options.seed, options.limit)
+    print("\n".join(report.lines()))
     sys.exit(bool(report.faults))
 
 

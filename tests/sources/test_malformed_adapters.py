@@ -5,15 +5,16 @@ In a process of its own: what it takes at most is the kernel's to say, and a bom
 
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
 import struct
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from malformed import attack
 from safetensors.torch import load_file, save_file
 
 from minivllm import LoRARequest
@@ -25,30 +26,26 @@ from tests.worlds.models import character_tokenizer
 WEIGHTS = "adapter_model.safetensors"
 Q0 = "model.layers.0.self_attn.q_proj"
 HANGS = 60  # seconds of computing; a refusal takes less than one
-SCRIPT = Path(__file__).with_name("malformed.py")
 
 
 @pytest.fixture(scope="module")
 def report():
-    command = [sys.executable, SCRIPT, "--adapters", "60", "--seed", "1", "--limit", HANGS, "--json"]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, cwd=SCRIPT.parents[2]
-    )
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    # A fork has transformers and PEFT already, whose import would take longer than the attack.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(attack, range(60), seed=1, limit=HANGS).result()
 
 
 def test_each_is_refused_in_a_sentence_and_changes_nothing(report):
     """Seconds are for the nightly run of the script: here other tests take theirs."""
-    assert [fault for fault in report["faults"] if " took " not in fault or " MB: " in fault] == []
+    assert [fault for fault in report.faults if " took " not in fault or " MB: " in fault] == []
 
 
 def test_whoever_runs_meanwhile_gets_the_same_tokens(report):
-    assert report["answers"] > 20
+    assert report.answers > 20
 
 
 def test_it_was_an_attack(report):
-    outcomes = report["outcomes"]
+    outcomes = report.totals
 
     assert sum(outcomes.values()) == 60
     assert outcomes["ValueError"] > 20
