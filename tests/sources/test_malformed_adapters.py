@@ -10,7 +10,6 @@ import os
 import shutil
 import struct
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
