@@ -123,18 +123,23 @@ def words_of(node: ast.AST | None) -> set[str]:
     return set(re.findall(r"\w+", ast.unparse(node))) if node else set()
 
 
-@cache
 def resolved(module: str, name: str) -> tuple[str, str, ast.stmt | None]:
     """Where a name of a module is defined, in it or in the engine's module from which it is imported."""
-    for node in tree_of(module).body:
-        if isinstance(node, Definition) and node.name == name:
-            return module, name, node
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
-            return module, name, node
-    for home, imported_name in imported(tree_of(module)):
-        if imported_name == name:
-            return resolved(home, name)
-    return module, name, None
+    found = table_of(module).get(name)
+    return resolved(found, name) if isinstance(found, str) else (module, name, found)
+
+
+@cache
+def table_of(module: str) -> dict[str, ast.stmt | str]:
+    """Name -> its definition in a module of the engine, or the engine's module from which it is imported."""
+    tree = tree_of(module)
+    table: dict[str, ast.stmt | str] = {name: home for home, name in imported(tree)}
+    for node in tree.body:
+        if isinstance(node, Definition):
+            table[node.name] = node
+        elif isinstance(node, ast.Assign):
+            table |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+    return table
 
 
 def names_in(tree: ast.Module, lines: set[int]) -> set[str]:
