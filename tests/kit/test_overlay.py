@@ -60,7 +60,8 @@ def test_modules_come_from_where_the_variable_says(checkout, labs, admission, ca
 @pytest.mark.parametrize("labs", [None, "", "all"])
 def test_importing_minivllm_imports_no_torch(checkout, labs):
     code = (
-        "import sys, minivllm\nprint([m for m in ('torch', 'labs.kit.overlay', 'ast') if m in sys.modules])"
+        "import sys\nbefore = {*sys.modules}\nimport minivllm\n"
+        "print([m for m in ('torch', 'labs.kit.overlay', 'ast') if m in {*sys.modules} - before])"
     )
     result = checkout.run("-c", code, labs=labs)
 

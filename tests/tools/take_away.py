@@ -52,7 +52,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "vllm": (),
     "server": ("commands.serve",),
     "simulate": ("commands.simulate",),
-    "commands": ("cli",),
+    "commands": ("cli", "__main__"),
 }
 ON_TOP = ("serving", "vllm", "server", "simulate", "commands")
 

@@ -98,6 +98,8 @@ def bytecodes_of(module: ModuleType) -> Iterator[list[int]]:
         return of_frame(frame, event, argument)
 
     before = sys.gettrace()
+    # From 3.12 on Python looks once, when tracing begins, whether some frame wants its instructions.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(on_call)
     try:
         yield count
