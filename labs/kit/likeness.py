@@ -11,6 +11,7 @@ from labs.kit.mutants import Mutant, mutants_of
 from labs.kit.regions import Exercise, LabError
 
 SURE = 0.9  # so much of what a mistake breaks must be broken in the same words, for it to be named
+WORTH = 0.2  # and so much of what the learner's code fails: nearly every mistake is part of code that does nothing
 NEAR = 0.7  # so much alike must the nearest be, for it to be offered: less has accused code that was right
 IN_OTHER_NUMBERS = 0.5  # how alike two messages are that differ in nothing but numbers
 LOOKED_AT = 5  # failures that every mistake is compared by at first
@@ -77,7 +78,7 @@ def likenesses(mistakes: list[Mutant], outcome: Outcome) -> list[Likeness]:
     limit = QUICK if any(NO_END in said for said in mine.values()) else LIMIT
     near = _nearest(mistakes, mine)
     alone = _compared([(mistake,) for mistake in near], mine, limit)
-    sure = [one for one in alone if one.is_sure]
+    sure = [one for one in alone if one.is_sure and one.explained >= WORTH]
     sure = [one for one in sure if not any(one.failing < other.failing for other in sure)]
     if not any(one.is_all for one in sure):
         pairs = [pair for pair in combinations(near[:PAIRED], 2) if _applies(_made_together(pair))]

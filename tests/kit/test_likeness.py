@@ -102,6 +102,13 @@ def test_what_has_nothing_in_common_is_not_offered(compare):
     assert compare({"t1": "a"}, {"other": {"t1": "b"}, "another": {"t2": "a"}, "none": {}}) == []
 
 
+def test_a_mistake_that_explains_next_to_nothing_is_not_named(compare):
+    """Code that does nothing fails every test, and so holds all that most mistakes break."""
+    mine = {f"t{n}": f"row {n} is wrong" for n in range(9)}
+
+    assert compare(mine, {"other": {"t0": mine["t0"]}}) == []
+
+
 def test_what_ends_the_tests_is_compared_too(compare):
     found = compare(
         {}, {"crash": {"": "the process ended"}, "other": {"t1": "a"}}, trouble="the process ended"

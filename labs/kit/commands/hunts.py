@@ -45,6 +45,10 @@ def tell(hunt: Hunt) -> None:
     console.print(f"\n1. Write a test that fails on this engine: {shown(hunt.test_file)}")
     console.print(f"     lab hunt {hunt.id} -- pytest {shown(hunt.test_file)}   runs it on the broken engine")
     console.print(f"     pytest {shown(hunt.test_file)}   runs it on the sound one")
+    console.print(
+        "     What an engine has done is in engine.debug_info() and engine.get_metrics(): print both in the test "
+        "before you read code."
+    )
     files = [shown(hunt.fix_file(module)) for module in hunt.modules if hunt.fix_file(module).exists()]
     then = "2. Mend the broken code" + (
         f": {', '.join(files)}" if files else ", which you get with the first step"
