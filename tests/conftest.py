@@ -21,9 +21,10 @@ pytest_plugins = ["labs.kit.plugin"]
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
-# A shell has what it runs in the background ignore Ctrl-C, which tests send.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell has what it runs in the background ignore Ctrl-C, and nohup a terminal's end. Tests send both.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Two cores: one thread a test leaves room for what else runs, and tiny models gain nothing from more.
 torch.set_num_threads(1)
