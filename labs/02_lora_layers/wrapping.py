@@ -85,8 +85,9 @@ class WrappedModules:
         layers   every layer of the model that may be adapted -> its names; it has several where modules share it
 
         A layer is wanted if any of its names is. However many it has, it gets one wrapper, with one set of slots: an
-        adapter may use any of the names, and what it wrote under one would be cleared under the other. The model calls
-        that wrapper in all places. Its `place_of` a name says where, which is not always where the layer stood.
+        adapter may use any of the names, and what it wrote under one would be cleared under the other. So the wrapper
+        is put in the model once for each name, at the path that its `place_of(name)` gives. For a linear this path is
+        the name; the wrapper of another kind of layer may have to be put elsewhere.
 
         By hand, two blocks that share one `gate_up`, fused of gate and up. The layers are {it: ["0.gate_up",
         "1.gate_up"]}, and afterwards
@@ -136,8 +137,8 @@ class WrappedModules:
             judged      {"qkv": [q's, None, v's], "o": [o's]}
 
         Options (`options_for`) may add to what was found, so layers see it as the options leave it. The weights of a
-        name that no module claims would be lost in silence: one ValueError (`unmatched`) has all such names. Options
-        and layers raise their own.
+        name that no module claims would be lost in silence: one ValueError has all such names. Its text is that
+        of `unmatched`, whose `targets` are the names in `claims`. Options and layers raise their own.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 

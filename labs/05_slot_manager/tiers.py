@@ -103,7 +103,7 @@ class AdapterTiers:
         """Drop the least recently used adapter that is not `kept` from memory. False when memory is empty.
 
         It leaves its slot, too: an id that is not in memory may come back with other weights. Listeners hear of a
-        "drop" and, if it had a slot, of an "evict" from there (`tell`).
+        "drop" and, if it had a slot, of an "evict" from there (`tell`), in either order.
         """
         raise Todo("lab 5.4: who has to go")
 

@@ -135,6 +135,9 @@ class LRUCacheWorkerLoRAManager:
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there, all that can be read.
 
+        All adapters of the step are `in_use` from here on (`_claim`), those that could not be read among them: else
+        reading one could drop another that the step needs, too.
+
         Returns adapter id -> the error that kept it out, of whatever kind. What is no fault (`recoverable`) is raised.
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")

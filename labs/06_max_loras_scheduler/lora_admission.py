@@ -1,9 +1,9 @@
 """The max_loras rule. Stands for `scheduled_loras` in vllm/v1/core/sched/scheduler.py (v0.22.1).
 
-vLLM counts the adapters of the requests that are scheduled in this step. Here a request's adapter holds a slot as long
-as the request runs, scheduled or not. A pinned one holds its slot without any.
+A request's adapter holds a slot as long as the request runs, whether it gets tokens in this step or not, because it
+goes on in a later step. A pinned adapter holds its slot without any request.
 
-In vLLM a request whose adapter does not fit waits while others pass it, without end. Here its wait is bounded.
+A request whose adapter does not fit waits while others pass it, but its wait is bounded.
 """
 
 from labs.kit.overlay import Todo

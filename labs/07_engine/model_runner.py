@@ -199,9 +199,9 @@ class ModelRunner(LoRAModelRunnerMixin):
         Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
 
         To use: `InputBatch` and its three fields (input_batch.py), `graphs` (graphs.py), `activate(batch)`.
-        `model(input_ids, positions, attn)`: hidden states (T, H); `model.compute_logits` gives the logits of some.
-        `PendingStep(requests that sample, logits)` (row_sampler.py), `score_prompts(self, batch, hidden_states)`
-        (prompt_logprobs.py).
+        `model(input_ids, positions, attn)`: hidden states (T, H); `model.compute_logits(hidden_states)`: (P, H) of the
+        rows that sample -> logits (P, V). `PendingStep(requests that sample, logits)` (row_sampler.py),
+        `score_prompts(self, batch, hidden_states)` (prompt_logprobs.py).
         """
         raise Todo("lab 7.3: one mixed step")
 
@@ -213,7 +213,8 @@ class ModelRunner(LoRAModelRunnerMixin):
         Returns
             input_ids   (T,) int64, of each row the tokens that follow those computed
             positions   (T,) int64, of each token in its own request
-            attn        `build_attention` of the rows: new tokens, context lengths with them, and block tables
+            attn        `build_attention` of three lists, each with an entry for each row: how many new tokens, the
+                        context length with them, and the block table
             last_rows   (P,) int64, where among the T the last token of each row that samples is
 
         All of them on `self.device`.

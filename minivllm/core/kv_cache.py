@@ -28,8 +28,8 @@ def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: 
 
     parent      key of the block before, which stands for all tokens up to it; None for the first block
     token_ids   the block's own, int64
-    identity    0 for base, else the number of this *load* of the adapter. In vLLM 0.22.1 it is the
-                adapter's name, and other weights under it are served stale keys and values
+    identity    0 for base, else the number of this *load* of the adapter, since its name and id may come back with
+                other weights
 
     Equal arguments give equal keys; any difference gives another key. That a block is the first is a difference, too.
     """

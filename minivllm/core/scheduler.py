@@ -22,14 +22,15 @@ class Scheduler:
     what the prefix cache holds, of whom it preempts to 0. It never counts a token as computed, lets no block be found,
     and moves no clock. So a step that failed is simply dropped: finish the requests at fault and schedule again.
 
-    queues      the unfinished requests; `requests`, `waiting`, `running` and `in_flight` are its own. Whoever answers
+    queues      the unfinished requests; `requests`, `waiting`, `running` and `in_flight` are its own. What answers
                 `why_wait` may be given them before there is a scheduler
     followers   request id -> requests that are in neither queue until that one has computed the prompt they share
 
     adapter_identity    see `KVCacheManager`
     pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
     can_prefetch        whether an adapter could be copied into a slot while a step runs
-    why_wait            None, or why a waiting request may not join even if there is room
+    why_wait            (a waiting request) -> why it may not join even if there is room: its adapter is about to get
+                        other weights, say. None = nothing holds it back
     policy              in which order waiting requests are asked
     max_model_len       longest prompt plus answer, in tokens
     most_tokens_beside_decodes   of a step in which somebody decodes; None = as many as of any. A step that no CUDA

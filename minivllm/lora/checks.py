@@ -121,7 +121,11 @@ def check_modules(modules: Iterable[str], expected: list[str]) -> None:
 
 
 def unmatched(unknown: list[str], targets: list[str], limit: list[str] | None) -> str:
-    """What is said of names that an adapter uses and no module has.   limit: the server's `target_modules`"""
+    """What is said of names that an adapter uses and no module has.
+
+    targets   all names that adapters may use, among which the nearest are looked for
+    limit     the server's `target_modules`
+    """
     shown = []
     for name in unknown[:4]:
         near = nearest_names(name, targets)

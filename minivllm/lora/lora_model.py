@@ -209,9 +209,9 @@ def pair_up(
 
     become {("mlp.fc", "mlp.up"): {"lora_B": (5, 2), "lora_A": (2, 3), "bias": (1, 5)}}.
 
-    ValueError names a tensor whose name is not LoRA's, one that `check_tensor` refuses (an option has judged those that
-    it makes another tensor of), and one that is there twice (with PEFT's prefix and without). It is raised, too, when
-    there are no LoRA weights at all.
+    ValueError names a tensor whose name is not LoRA's, one that `check_tensor` refuses, and one that is there twice
+    (with PEFT's prefix and without). It is raised, too, when there are no LoRA weights at all. A tensor for which
+    `read_tensor` gives another one is not checked here, because the option that made it has checked it.
     """
     pairs: Pairs = {}
     for name, tensor in tensors.items():

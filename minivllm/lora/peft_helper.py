@@ -50,9 +50,8 @@ LARGEST_RANK = 2**20
 class PEFTHelper:
     """An adapter's `adapter_config.json`: the fields that change what is computed. vLLM: `PEFTHelper`.
 
-    Unlike vLLM 0.22.1, `rank_pattern` and `alpha_pattern` are honoured, so each module has a scaling of its own. The
-    one place that computes it is `scaling(module_name, rank)`. The adapter's tensors tell which modules it has, not the
-    config.
+    `rank_pattern` and `alpha_pattern` give each module a scaling of its own. The one place that computes it is
+    `scaling(module_name, rank)`. The adapter's tensors tell which modules it has, not the config.
 
     An option is something that an adapter may have beyond A and B, such as a bias on B (`extensions.AdapterOption`).
 

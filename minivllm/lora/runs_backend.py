@@ -41,8 +41,8 @@ class RunsBackend(LoopsBackend):
 
         A batch without adapters pays for the base product alone. Otherwise an adapter's A and B are multiplied by its
         own rows and by no other, up to its own rank, and a slice of which it has nothing costs nothing. This holds for
-        an x of the slots' dtype. One of another dtype is left to `add`, which promotes. It wants the slots of the rows
-        of x, and a captured step may have been told of more rows.
+        an x of the slots' dtype. One of another dtype is left to `add`, which promotes. `add` is given the slot of each
+        row of x (`token_rows`).
         """
         y = base.forward(x)[0]  # (T, N)
         if self.no_lora:

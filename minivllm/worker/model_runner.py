@@ -217,7 +217,8 @@ class ModelRunner(LoRAModelRunnerMixin):
         Returns
             input_ids   (T,) int64, of each row the tokens that follow those computed
             positions   (T,) int64, of each token in its own request
-            attn        `build_attention` of the rows: new tokens, context lengths with them, and block tables
+            attn        `build_attention` of three lists, each with an entry for each row: how many new tokens, the
+                        context length with them, and the block table
             last_rows   (P,) int64, where among the T the last token of each row that samples is
 
         All of them on `self.device`.

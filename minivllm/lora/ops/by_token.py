@@ -3,8 +3,8 @@
 T tokens, K input width, N output width, S slots, R rank of the slots. Weights are (S, out, in) or (S, 1, out, in).
 Products are summed in the widest dtype of input, weights and output, and rounded once, when they are written.
 
-In every op a slot of -1 is a base row. Base rows of the output are left as they are.
-The CPU ops of vLLM 0.22.1 index with the -1: such rows get the last slot's adapter. That was fixed in 0.33.0.
+In every op a slot of -1 is a base row. Base rows of the output are left as they are: what the base layer has written
+there is the base model's answer, and no adapter may add to it.
 """
 
 import functools
