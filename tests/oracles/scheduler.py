@@ -234,7 +234,8 @@ class World:
         assert len(scheduler.running) <= self.config.max_num_seqs, f"too many run: {scheduler.running}"
         taken = self.pinned | {r.adapter_id for r in scheduler.running} - {0}
         assert len(taken) <= max(self.max_loras, len(self.pinned)), (
-            f"adapters {sorted(taken)} are to have a slot, and there are {self.max_loras}"
+            f"this step's requests and pins want adapters {sorted(taken)} in slots at once, and max_loras is "
+            f"{self.max_loras}: whoever came last should have waited"
         )
         for request in scheduler.running:
             if request.request_id in waiting_before:

@@ -247,7 +247,7 @@ def test_nothing_is_launched_of_a_step_whose_adapter_cannot_be_read(world, monke
     outputs = engine.step()
 
     assert ids(outputs) == ["b"]
-    assert launches == [], "what was scheduled for the requests that have ended is computed"
+    assert launches == [], "a step is launched whose adapter could not be read: `_prepare_adapters` says so"
 
 
 def test_a_step_that_was_dropped_is_neither_counted_nor_recorded(world):

@@ -643,6 +643,12 @@ def test_the_commands_that_a_hunt_prints_work_as_printed(checkout):
         hunt.test_file.write_text(before)
 
 
+def test_a_hunt_says_which_answers_its_broken_code_holds(checkout):
+    said = checkout.lab("hunt", "1").stdout
+
+    assert "\n     It holds the answers of what you have not solved: 3.1, 3.4\n" in said
+
+
 def test_reset_puts_the_starter_back_and_keeps_what_was_there(checkout):
     hunt = read_hunts(checkout.root)["8.3"]
     hunt.test_file.write_text("mine\n")

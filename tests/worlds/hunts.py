@@ -9,6 +9,7 @@ def test_hunt_07(world):
     assert tokens == world.answer(mine)
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -50,6 +51,7 @@ __all__ = [
     "run",
     "tokens_of",
 ]
+CALLS = itertools.count(1)
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two full blocks and a token
 # Parts of fused modules: the module, and the first of its rows that is the part's.
 FUSED = {
@@ -125,7 +127,8 @@ class HuntWorld(SmallWorld):
         **params: object,
     ) -> list[RequestOutput]:
         """What an engine says to one request for each of these, all at once; in their order."""
-        ids = [f"{i} of {id(loras)}" for i in range(len(loras))]
+        call = next(CALLS)  # the same in every run of a program: `lab compare` compares ids, too
+        ids = [f"{i} of {call}" for i in range(len(loras))]
         for request_id, lora in zip(ids, loras):
             engine.add_request(request_id, prompt, greedy(max_tokens, **params), lora_request=lora)
         outputs = run(engine)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from labs.kit.commands.run import environment
-from labs.kit.commands.shared import SIGNS, console, only_hunt
+from labs.kit.commands.shared import SIGNS, choose, console, only_hunt
 from labs.kit.hunt import PHASE, Hunt, choose_hunts, read_hunts
 from labs.kit.progress import FOLDER, Progress, keep, shown
 from labs.kit.regions import LabError
@@ -54,6 +54,10 @@ def tell(hunt: Hunt) -> None:
         f": {', '.join(files)}" if files else ", which you get with the first step"
     )
     console.print(then)
+    progress = Progress()
+    within = [exercise for exercise in choose(None) if exercise.module in hunt.modules]
+    if told := [exercise.number for exercise in within if progress.state(exercise) != "passed"]:
+        console.print(f"     [dim]It holds the answers of what you have not solved: {', '.join(told)}[/]")
     console.print(f"lab hunt {hunt.id} --check grades both, lab hint {hunt.number} helps.")
 
 
