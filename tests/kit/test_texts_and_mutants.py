@@ -1,5 +1,6 @@
 """Every exercise has hints, a solution and mutants, and mutants are caught: here a sample, all in three nights."""
 
+import ast
 import re
 
 import pytest
@@ -44,6 +45,17 @@ def test_a_mutant_finds_in_its_exercise_what_it_changes(number):
 
     for mutant in mutants_of(exercise):
         assert mutant.sources()[exercise.module].text != engine_file(exercise.module).read_text(), mutant.name
+
+
+@each
+def test_no_two_mutants_are_the_same_code(number):
+    """A learner would be told of one mistake twice, in other words."""
+    exercise, by_code = EXERCISES[number], {}
+    for mutant in mutants_of(exercise):
+        code = ast.dump(ast.parse(mutant.sources()[exercise.module].text))
+        by_code.setdefault(code, []).append(mutant.name)
+
+    assert [names for names in by_code.values() if len(names) > 1] == []
 
 
 def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():

@@ -331,6 +331,19 @@ def test_every_name_that_adapters_may_use_is_claimed_for_its_module():
 
 
 @pytest.mark.lab("2.5")
+def test_whatever_else_a_wrapper_says_it_is_called_is_claimed(monkeypatch):
+    """Experts' wrappers know their parts as other checkpoints spell them, whose adapters would be refused else."""
+    monkeypatch.setattr(
+        RowParallelLinearWithLoRA, "also_called", lambda self, name: [f"{name}.w1", f"{name}.w2"]
+    )
+
+    wrapped = wrap(ToyModel(num_layers=1), NaivePunica(), target_modules=["o_proj"])
+
+    o_proj = "layers.0.attn.o_proj"
+    assert_names(wrapped.claims, [o_proj, f"{o_proj}.w1", f"{o_proj}.w2"], "claims")
+
+
+@pytest.mark.lab("2.5")
 def test_a_wrapper_stands_where_it_says(monkeypatch):
     """The output layer's stands for the module that computes logits, not for the weight."""
     monkeypatch.setattr(
