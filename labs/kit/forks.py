@@ -25,6 +25,7 @@ from labs.kit.limits import (
     ASK,
     GRACE,
     LONG,
+    LONG_BY_THE_CLOCK,
     LOOK,
     MOST,
     MOST_PROCESSES,
@@ -172,14 +173,15 @@ def run(
     limit: float | None = None,
     at_a_time: int | None = None,
     patience: float = PATIENCE,
-    on_wait: Callable[[Job, str, float], None] | None = None,
+    on_wait: Callable[[Job, str, float, float], None] | None = None,
 ) -> Iterator[tuple[Job, Outcome]]:
     """Every job in a fork of its own; yielded as they end.
 
     limit       seconds that a job's tests may compute; None = by what they take on our code (`labs.kit.limits`)
     patience    how many times as long they may take in all
     at_a_time   None = as many as there are cores
-    on_wait     called with a test that has run for some seconds, and how many, once for each such test
+    on_wait     called once with each test that takes long, for how many seconds it has run by the clock, and for how
+                many of these it has computed
 
     A test that is skipped here and not on our code has failed.
     """
@@ -206,7 +208,7 @@ def run(
                 else:
                     child.look_after(limit or ours.limit_of(child), patience)
                     if on_wait and is_asked_for and (seconds := child.runs_long()):
-                        on_wait(child.job, child.begun, seconds)
+                        on_wait(child.job, child.begun, *seconds)
     finally:
         for child in running.values():
             kill_session(child.process)
@@ -285,7 +287,7 @@ class _Child:
 
     What it sends is JSON with a token that only its recorder has: whoever else writes into the pipe is not believed.
 
-    begun      the test that runs, and since when
+    begun      the test that runs, since when, and what CPU time had been used by then
     expected   tests that have no result yet
     late       since when it has been told to end, and the sentence that says why
     """
@@ -294,7 +296,7 @@ class _Child:
         context = multiprocessing.get_context("fork")
         self.job, self.files = job, files
         self.outcome = Outcome()
-        self.begun, self.begun_at, self.is_long = "", 0.0, False
+        self.begun, self.begun_at, self.used_before, self.is_long = "", 0.0, 0.0, False
         self.expected: list[str] = []
         self.late: tuple[float, str] | None = None
         self.has_ended = False
@@ -324,6 +326,7 @@ class _Child:
             self.expected = said
         elif kind == "begun":
             self.begun, self.begun_at, self.is_long = str(said), time.monotonic(), False
+            self.used_before = self.watch.use.seconds
         elif kind == "result":
             return self._note(Result(*said))
         elif kind == "end":
@@ -356,13 +359,14 @@ class _Child:
             self.late = time.monotonic(), why
             self.ends.tell(self.process.pid, why)
 
-    def runs_long(self) -> float | None:
-        """Seconds for which the test has run that runs, said once where they are many."""
+    def runs_long(self) -> tuple[float, float] | None:
+        """Seconds for which the current test has run and has computed, said once where they are many."""
         seconds = time.monotonic() - self.begun_at
-        if not self.begun or self.is_long or seconds < LONG:
+        computed = min(self.watch.use.seconds - self.used_before, seconds)
+        if not self.begun or self.is_long or (computed < LONG and seconds < LONG_BY_THE_CLOCK):
             return None
         self.is_long = True
-        return seconds
+        return seconds, computed
 
     def _note(self, result: Result) -> Result:
         self.outcome.results.append(result)

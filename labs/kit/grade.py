@@ -37,7 +37,7 @@ def grade(
     exercises: Iterable[Exercise],
     trace: bool = False,
     on_test: Callable[[Job, Result], None] | None = None,
-    on_wait: Callable[[Job, str, float], None] | None = None,
+    on_wait: Callable[[Job, str, float, float], None] | None = None,
 ) -> Iterator[Grade]:
     """As they come: first those that need no tests to tell.
 

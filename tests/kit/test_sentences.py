@@ -3,7 +3,11 @@
 import pytest
 from checkout import Checkout
 
-from labs.kit.commands.check import name_of
+from labs.kit.commands.check import name_of, say_grade
+from labs.kit.commands.shared import console
+from labs.kit.forks import Outcome, Result
+from labs.kit.grade import Grade
+from labs.kit.regions import read_engine
 from labs.kit.sentences import of_comparison, shown
 
 TESTS = """
@@ -129,11 +133,31 @@ def test_every_comparison_has_words_of_its_own(op, lines):
         ("tests/a.py::Test::test_one[ids0-missing0]", "Test::test_one"),
         ("tests/a.py::test_one[bgmv-float32]", "test_one[bgmv-float32]"),
         ("tests/a.py::test_one[3-2]", "test_one[3-2]"),
+        ("tests/a.py::test_one[bfloat16]", "test_one[bfloat16]"),
+        ("tests/a.py::test_one[float64-ranks0]", "test_one[float64-ranks0]"),
         ("tests/a.py", "tests/a.py"),
     ],
 )
 def test_a_case_is_named_where_somebody_has_named_it(test, name):
     assert name_of(test) == name
+
+
+@pytest.mark.parametrize(
+    ("cases", "names"),
+    [
+        (["ids0", "ids1"], ["test_one[ids0]", "test_one[ids1]"]),
+        (["ids1"], ["test_one"]),
+    ],
+    ids=["two", "one"],
+)
+def test_cases_that_nobody_has_named_are_told_apart_where_several_fail(cases, names):
+    failed = [Result(f"tests/a.py::test_one[{case}]", "failed", f"NameError: {case}") for case in cases]
+    grade = Grade(read_engine()["3.2"], "failed", Outcome(failed), "")
+
+    with console.capture() as said:
+        say_grade(grade, trace=False)
+
+    assert [line.strip() for line in said.get().split("\n") if "test_one" in line] == names
 
 
 def test_a_long_value_is_cut_and_an_object_is_its_class():

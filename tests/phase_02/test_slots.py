@@ -406,7 +406,9 @@ def test_what_a_slot_holds_is_a_copy():
 
 @pytest.mark.lab("2.2")
 @pytest.mark.parametrize(
-    ("last", "new"), [([6, 6, 6], [2, 2, 2]), ([2, 1, 2], [5, 6, 4]), ([0, 0, 0], [3, 3, 3])]
+    ("last", "new"),
+    [([6, 6, 6], [2, 2, 2]), ([2, 1, 2], [5, 6, 4]), ([0, 0, 0], [3, 3, 3])],
+    ids=["after a longer one", "after a shorter one", "into an empty slot"],
 )
 def test_a_slot_whose_copy_failed_can_be_emptied(last, new):
     """The first slices have been written, and of the last one A, when its B turns out too tall."""

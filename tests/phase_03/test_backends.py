@@ -352,7 +352,7 @@ def test_an_adapter_of_many_neighbouring_rows_is_read_once():
 
 
 @pytest.mark.lab("3.6")
-@pytest.mark.parametrize("ranks", [[4, 4, 4], [4, 1, 0]])
+@pytest.mark.parametrize("ranks", [[4, 4, 4], [4, 1, 0]], ids=["4 4 4", "4 1 0"])
 def test_a_short_adapter_does_not_pay_for_the_longest_rank(ranks):
     """Grouped: rank 4 in a slot for 64 reads at most what rank 4 needs."""
     base = QKVParallelLinear(20, 4, 4, 2, params_dtype=torch.float64)

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -151,15 +151,16 @@ def say_test(job: "Job", result: "Result") -> None:
     print(f"{WIPE}{name}\r", end="", flush=True)
 
 
-def say_wait(job: "Job", test: str, seconds: float) -> None:
-    """Of a test that takes long: whoever waits knows for what, and for how long at most."""
+def say_wait(job: "Job", test: str, seconds: float, computed: float) -> None:
+    """Of a test that takes long: whoever waits knows for what, and that a busy machine fails nobody."""
     from labs.kit.limits import FACTOR, LEAST
 
     if console.is_terminal:
         print(WIPE, end="")
     console.print(
-        f"[dim]{job.exercise} {escape(name_of(test))} has run for {seconds:.0f} s by the clock. It is ended once it "
-        f"has computed for {LEAST:.0f} s, or for {FACTOR:.0f} times what our code takes if that is longer[/]"
+        f"[dim]{job.exercise} {escape(name_of(test))} is still running: in {seconds:.0f} s by the clock it has "
+        f"computed for {computed:.0f} s. All tests together may compute for {LEAST:.0f} s, or {FACTOR:.0f} times as "
+        f"long as on our code if that is more; time that other programs take from them does not count[/]"
     )
 
 
@@ -178,12 +179,14 @@ def say_grade(result: "Grade", trace: bool) -> None:
     console.print(f"{SIGNS[result.state]} {exercise.number} {title}  [dim]{said}[/]")
     if outcome.trouble:
         console.print(f"    [red]{escape(outcome.trouble)}[/]")
-    shown_messages = set()
+    shown_messages, calls = set(), Counter(name_of(test.test) for test in wrong)
     for test in wrong:
         if test.message in shown_messages or len(shown_messages) == (1 if trace else 2):
             continue
         shown_messages.add(test.message)
-        console.print(f"    [bold]{escape(name_of(test.test))}[/]")
+        called = name_of(test.test)
+        called = called if calls[called] == 1 else with_case(test.test)
+        console.print(f"    [bold]{escape(called)}[/]")
         console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
         say_printed(test)
         yours = f"your code: {test.place}   " if test.place else ""
@@ -205,10 +208,16 @@ def say_printed(test: "Result") -> None:
         console.print(f"      [dim]... {len(lines) - MOST_LINES} more lines[/]")
 
 
+def with_case(test: str) -> str:
+    """What a test is called within its file."""
+    return test.partition("::")[2] or test
+
+
 def name_of(test: str) -> str:
-    """What a test is called; without its case where nobody has named that: `[ids0-missing0]`."""
-    name, bracket, case = (test.partition("::")[2] or test).partition("[")
-    is_named = not all(re.fullmatch(r"[a-z_]+\d+", part) for part in case.removesuffix("]").split("-"))
+    """What a test is called; without its case where nobody has named that: `[ids0-missing0]`. A dtype is a name."""
+    name, bracket, case = with_case(test).partition("[")
+    parts = case.removesuffix("]").split("-")
+    is_named = not all(re.fullmatch(r"(?!b?float\d|u?int\d)[a-z_]+\d+", part) for part in parts)
     return f"{name}{bracket}{case}" if is_named else name
 
 
