@@ -47,6 +47,7 @@ def test_a_mutant_finds_in_its_exercise_what_it_changes(number):
         assert mutant.sources()[exercise.module].text != engine_file(exercise.module).read_text(), mutant.name
 
 
+@pytest.mark.nightly
 @each
 def test_no_two_mutants_are_the_same_code(number):
     """A learner would be told of one mistake twice, in other words."""
