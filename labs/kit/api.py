@@ -57,10 +57,11 @@ def page_of(exercise: Exercise) -> tuple[dict[str, str], list[Entry]]:
         and (text := shown(node, names, asked))
     ]
     for module, name in dict.fromkeys(imported(tree)):
-        node = definition(module, name)
-        if isinstance(node, ast.ClassDef) and (module, name) not in types:
-            continue
-        if node is not None and (text := shown(node, names)):
+        node = table_of(module).get(name)  # anything else, such as a constant, is no entry
+        is_asked_for = isinstance(node, Function) or (
+            isinstance(node, ast.ClassDef) and (module, name) in types
+        )
+        if is_asked_for and (text := shown(node, names)):
             entries.append(Entry(module, text))
     return recipes, entries
 
@@ -120,7 +121,7 @@ def mentioned(node: ast.stmt | None, names: set[str]) -> set[str]:
 
 
 def words_of(node: ast.AST | None) -> set[str]:
-    return set(re.findall(r"\w+", ast.unparse(node))) if node else set()
+    return set(_WORD.findall(ast.unparse(node))) if node else set()
 
 
 def resolved(module: str, name: str) -> tuple[str, str, ast.stmt | None]:
@@ -171,12 +172,6 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minivllm."):
             yield from ((node.module, alias.name) for alias in node.names)
-
-
-@cache
-def definition(module: str, name: str) -> Definition | None:
-    """A class or function of a module of the engine; None for anything else, such as a constant."""
-    return next((n for n in tree_of(module).body if isinstance(n, Definition) and n.name == name), None)
 
 
 @cache

@@ -58,9 +58,15 @@ class Progress:
             self.passed.pop(number, None)
             self.passed[number] = digest
 
-    def has_changed(self, exercise: Exercise) -> bool:
-        """Whether it has passed, and its code is another now."""
-        return exercise.number in self.passed and self.state(exercise) == "started"
+    def next_hint(self, number: str, of: int) -> int:
+        """Which of so many hints is given now, which is noted: the last one again and again."""
+        with self.changing():
+            self.hints[number] = min(self.hints.get(number, 0) + 1, of)
+        return self.hints[number]
+
+    def has_changed(self, number: str, state: str) -> bool:
+        """Whether it has passed, and its code is another now.   state: the exercise's, by `state`"""
+        return number in self.passed and state == "started"
 
     def state(self, exercise: Exercise) -> str:
         """passed, if this very code did; todo, if the stub stands untouched; else started."""

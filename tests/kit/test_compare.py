@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from labs.kit.mutants import mutants_of
 from labs.kit.regions import ROOT, LabError, read_engine
 from tests.tools.browser import Tab, open_browser
 from tests.worlds.engines import tiny_world
+from tests.worlds.waiting import wait_until
 
 # Exercise, mutant, and what the first step that differs is said to have: the first words, and something further on.
 MUTANTS = [
@@ -378,15 +378,11 @@ def test_a_program_ends_with_the_command_that_runs_it(tmp_path, number):
         text=True,
     )
     printed = tmp_path / "out/ours.out"
-    until = time.monotonic() + 120
-    while not (printed.is_file() and printed.read_text()) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_until(lambda: printed.is_file() and printed.read_text())
 
     process.send_signal(number)
     said = process.communicate()[0]
 
     assert "our engine runs: 0 steps, 0 s" in said
     program = int(printed.read_text())
-    while Path(f"/proc/{program}").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{program}").exists()
+    wait_until(lambda: not Path(f"/proc/{program}").exists())

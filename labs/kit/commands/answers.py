@@ -23,13 +23,11 @@ def hint(number: Number) -> None:
     if is_hunt(number):
         hunts.hint(only_hunt(number))
         return
-    exercise, progress = choose_one(number), Progress()
+    exercise = choose_one(number)
     hints = hints_of(exercise)
     if not hints:
         raise LabError(f"there are no hints for lab {number} yet")
-    with progress.changing():
-        given = min(progress.hints.get(number, 0) + 1, len(hints.hints))
-        progress.hints[number] = given
+    given = Progress().next_hint(number, len(hints.hints))
     console.print(f"[bold]Hint {given} of {len(hints.hints)}, lab {number}: {escape(exercise.title)}[/]")
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
 

@@ -122,8 +122,9 @@ def say_what_is_next(passed: list[Exercise], progress: Progress) -> None:
             console.print(f"[green]Phase {phase[:2]} is done[/]{beside}.")
     following = next_of(exercises, states, progress.last)
     said = named(following) if following else "nothing more on the core path; lab shows what else there is"
-    again = ", changed since it passed" * (following is not None and progress.has_changed(following))
-    console.print(f"Next: {escape(said)}{again}")
+    if following and progress.has_changed(following.number, states[following.number]):
+        said += ", changed since it passed"
+    console.print(f"Next: {escape(said)}")
 
 
 def stuck_at(left: list[Exercise], alone: bool) -> Exercise | None:

@@ -133,10 +133,7 @@ def next_step(grade: Any) -> list[str]:
 
 def hint(hunt: Hunt) -> None:
     """The next of its hints."""
-    progress = Progress()
-    with progress.changing():
-        given = min(progress.hints.get(hunt.number, 0) + 1, len(hunt.hints))
-        progress.hints[hunt.number] = given
+    given = Progress().next_hint(hunt.number, len(hunt.hints))
     console.print(f"[bold]Hint {given} of {len(hunt.hints)}, hunt {hunt.number}: {escape(hunt.title)}[/]")
     console.print(hunt.hints[given - 1].strip("\n"), markup=False)
 

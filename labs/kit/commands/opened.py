@@ -62,10 +62,8 @@ def judge_open(which: str) -> bool:
     is_met = exercise.meets(verdicts["yours"])
     if is_met:
         with progress.changing():
-            progress.passed = {
-                exercise.key: digest,
-                **progress.passed,
-            }  # first: the path goes on where it was
+            # First, since the path goes on after the last.
+            progress.passed = {exercise.key: digest, **progress.passed}
     console.print(f"[dim]ours: {shown(exercise.ours('best').parent)}/open_{exercise.name}_*.py[/]")
     return is_met
 

@@ -33,8 +33,8 @@ def overview(context: typer.Context) -> None:
     if context.invoked_subcommand:
         return
     progress, exercises = Progress(), choose(None)
-    changed = {exercise.number for exercise in exercises if progress.has_changed(exercise)}
     states = {exercise.number: progress.state(exercise) for exercise in exercises}
+    changed = {number for number, state in states.items() if progress.has_changed(number, state)}
     solved = counts([(track_of(e), states[e.number] == "passed") for e in exercises])
     said = [f"{done} of {of} {TRACKS[track]}" for track, (done, of) in solved.items()]
     console.print(f"{', '.join(said)} solved.")
