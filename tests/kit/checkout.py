@@ -118,9 +118,9 @@ class Checkout:
         process.start()
         return process
 
-    def grade(self) -> dict[str, dict]:
-        """Exercise -> what `lab grade` says of it."""
-        result = self.lab("grade", "--json")
+    def grade(self, *which: str) -> dict[str, dict]:
+        """Exercise -> what `lab grade` says of it. which: a phase or an exercise; none: all."""
+        result = self.lab("grade", *which, "--json")
         return {entry["exercise"]: entry for entry in json.loads(result.stdout)["exercises"]}
 
     def file(self, number: str) -> Path:

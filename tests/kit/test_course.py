@@ -128,7 +128,7 @@ def test_grades_are_all_or_nothing_for_each_exercise_alone(checkout):
     wrong = right.replace("self.move_to_end(key)", "pass")
     assert wrong != right
     checkout.file("5.1").write_text(wrong)
-    grades = checkout.grade()
+    grades = checkout.grade("2") | checkout.grade("5")
 
     assert {number: entry["state"] for number, entry in grades.items() if not entry["points"]} == {
         "2.2": "todo",
