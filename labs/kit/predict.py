@@ -1,6 +1,7 @@
-"""Predict, then measure: what a notebook asks of its reader, and the picture of what came out."""
+"""Predict, then measure: what a notebook asks of its reader, and the picture and the comparison of what came out."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,23 +58,60 @@ def predict(phase: str, guess: float | None) -> None:
 
 def draw(phase: str, guess: float | None, ours: Counts, theirs: Counts | None) -> None:
     """Bars for each case. That which is asked for stays hidden until there is a guess."""
-    import matplotlib.pyplot as plt
+    from labs.kit.plots import picture
 
     question = QUESTIONS[phase]
-    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
-    places = {case: place for place, case in enumerate(ours)}
-    apart = 0.2 if theirs else 0.0
-    for who, counts, colour, shift in (("ours", ours, OURS, -apart), ("yours", theirs, THEIRS, apart)):
-        shown = {c: n for c, n in (counts or {}).items() if guess is not None or c != question.case}
-        if shown:
-            axes.bar([places[c] + shift for c in shown], list(shown.values()), 0.38, color=colour, label=who)
-    asked = places[question.case]
-    if guess is None:
-        axes.text(asked, 0, "?", ha="center", va="bottom", fontsize=24, color=GUESS)
-    else:
-        axes.plot([asked - 0.45, asked + 0.45], [guess, guess], "--", color=GUESS, label="your guess")
-    axes.set_xticks(range(len(ours)), list(ours))
-    axes.set(ylabel=question.unit, xlim=(-0.6, len(ours) - 0.4), ylim=(0, None))
-    axes.legend(frameon=False, loc="upper left")
-    plt.show()
-    plt.close(figure)
+    with picture(2.6) as axes:
+        places = {case: place for place, case in enumerate(ours)}
+        apart = 0.2 if theirs else 0.0
+        for who, counts, colour, shift in (("ours", ours, OURS, -apart), ("yours", theirs, THEIRS, apart)):
+            shown = {c: n for c, n in (counts or {}).items() if guess is not None or c != question.case}
+            if shown:
+                axes.bar(
+                    [places[c] + shift for c in shown], list(shown.values()), 0.38, color=colour, label=who
+                )
+        asked = places[question.case]
+        if guess is None:
+            axes.text(asked, 0, "?", ha="center", va="bottom", fontsize=24, color=GUESS)
+        else:
+            axes.plot([asked - 0.45, asked + 0.45], [guess, guess], "--", color=GUESS, label="your guess")
+        axes.set_xticks(range(len(ours)), list(ours))
+        axes.set(ylabel=question.unit, xlim=(-0.6, len(ours) - 0.4), ylim=(0, None))
+        axes.legend(frameon=False, loc="upper left")
+
+
+def compare(unit: str, engine: dict[str, object], yours: dict[str, object]) -> None:
+    """Print what the engine has and what the learner's function says for each case, and a sentence.
+
+    Numbers agree within a thousandth. A missing or None answer is one that is not written yet.
+    """
+    width = max(map(len, ["", *engine]))
+    print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
+    wrong = []
+    for case, right in engine.items():
+        said = yours.get(case)
+        if not _agrees(right, said):
+            wrong.append(case)
+        mark = "" if case not in wrong else "   <"
+        print(f"{case:{width}}  {_short(right):>14}  {_short(said):>14}{mark}")
+    if not wrong:
+        print(f"Yours agrees in all {len(engine)}.")
+        return
+    first, said = wrong[0], yours.get(wrong[0])
+    if said is None:
+        print(f"Yours says nothing of {first} yet.")
+        return
+    told = f"for {first} it says {_short(said)}, and the engine has {_short(engine[first])}"
+    print(f"Yours differs in {len(wrong)} of {len(engine)}: {told}.")
+
+
+def _agrees(right: object, said: object) -> bool:
+    if isinstance(right, bool) is not isinstance(said, bool):
+        return False
+    if isinstance(right, (int, float)) and isinstance(said, (int, float)):
+        return math.isclose(right, said, rel_tol=1e-3, abs_tol=1e-9)
+    return right == said
+
+
+def _short(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

@@ -125,8 +125,7 @@ class LRUCacheWorkerLoRAManager:
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
         """The step's adapters by id, as `_distinct` has them. They are `in_use` from here on, and only they.
 
-        Say the slots have 2, 3 and 4, used in this order, and a step wants 1, 2 and 5. Loading 1 would else evict 2,
-        only for 2 to be copied in again. A step that is refused leaves `in_use` as it was.
+        They stay so until the next step says otherwise. A step that is refused leaves `in_use` as it was.
         """
         wanted = self._distinct(requests)
         self.manager.set_in_use(wanted)
@@ -135,8 +134,7 @@ class LRUCacheWorkerLoRAManager:
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there, all that can be read.
 
-        All adapters of the step are `in_use` from here on (`_claim`), those that could not be read among them: else
-        reading one could drop another that the step needs, too.
+        All adapters of the step are `in_use` from here on (`_claim`), those that could not be read among them.
 
         Returns adapter id -> the error that kept it out, of whatever kind. What is no fault (`recoverable`) is raised.
         """
