@@ -28,6 +28,8 @@ from tests.worlds.adapter_folders import (
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
+QUANTIZED = torch.quantize_per_tensor(torch.ones(3, 6), 0.1, 0, torch.qint8)
+
 both_ways = pytest.mark.parametrize("shapes_only", [False, True], ids=["whole", "shapes only"])
 
 
@@ -294,14 +296,6 @@ class TestTensors:
 
         assert_refused(folder, f"{Q}.{side} holds NaN or Inf")
 
-    def test_that_become_inf_in_the_engines_dtype_are_refused(self, folder):
-        tensors = good_tensors()
-        tensors[A][0, 0] = 1e5
-        write(folder, tensors=tensors)
-
-        assert len(load(folder).loras) == 3
-        assert_refused(folder, f"{Q}.lora_A holds NaN or Inf as torch.float16", dtype=torch.float16)
-
     @pytest.mark.parametrize("alpha", [1e38, -1e38, 1e300])
     def test_that_become_inf_once_scaled_are_refused(self, alpha, folder):
         tensors = {name: tensor * 100 for name, tensor in good_tensors().items()}
@@ -314,6 +308,7 @@ class TestTensors:
         ("name", "why"),
         [
             (f"{PREFIX}{Q}.lora_magnitude_vector", "DoRA"),
+            (f"{PREFIX}model.embed_tokens.trainable_tokens_delta", "trainable_token_indices"),
             (f"{PREFIX}{Q}.lora_B.bias", "lora_bias"),
             (f"{PREFIX}{Q}.base_layer.bias", "bias='none'"),
             (f"{PREFIX}{Q}.base_layer.weight", "only lora_A, lora_B"),
@@ -382,14 +377,14 @@ class Payload:
 
 
 class TestPickles:
-    """Incident 18."""
+    """Incident 18. Bombs: test_untrusted_adapters."""
 
     pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
-    @pytest.fixture(params=["adapter_model.bin", "adapter_model.pt"])
-    def file(self, request, folder):
+    @pytest.fixture
+    def file(self, folder):
         (folder / WEIGHTS).unlink()
-        return folder / request.param
+        return folder / "adapter_model.bin"
 
     @both_ways
     @pytest.mark.parametrize("save", [torch.save, lambda x, file: file.write_bytes(pickle.dumps(x))])
@@ -418,8 +413,10 @@ class TestPickles:
             (torch.ones(2), ["does not hold a dict"]),
             ({1: torch.ones(2)}, ["does not hold a dict"]),
             ({A: [1.0, 2.0]}, [A, "not a plain tensor"]),
-            ({A: torch.eye(3).to_sparse()}, ["holds more than plain tensors"]),
-            ({A: torch.ones(3, 6, device="meta")}, ["holds more than plain tensors"]),
+            *[
+                ({A: tensor}, ["holds more than plain tensors"])
+                for tensor in (torch.eye(3).to_sparse(), torch.ones(3, 6, device="meta"), QUANTIZED)
+            ],
             ({A: torch.ones(1).expand(2**20, 2**20)}, [A, "not a plain tensor"]),
             ({}, ["holds no LoRA weights"]),
             ({**good_tensors(), "": torch.ones(2)}, ["unsupported LoRA weight"]),
@@ -431,6 +428,7 @@ class TestPickles:
             "floats",
             "sparse",
             "meta",
+            "quantized",
             "terabytes",
             "empty",
             "nameless",
@@ -440,14 +438,6 @@ class TestPickles:
         torch.save(content, file)
 
         assert_refused(file.parent, file, *words)
-
-    @pytest.mark.parametrize("keep", [0, 1, 100, 0.3, 0.9])
-    def test_cut_short(self, keep, file):
-        torch.save(good_tensors(), file)
-        data = file.read_bytes()
-        file.write_bytes(data[: int(len(data) * keep) if isinstance(keep, float) else keep])
-
-        assert_refused(file.parent, file, "damaged")
 
 
 def flip_bytes(data, rng, until):

@@ -1,17 +1,19 @@
 """Every layer runs on a backend of a few lines, written from the contract alone."""
 
+import ast
 from dataclasses import replace
 
 import pytest
 import torch
 from test_moe_layer import MIXED, RANK, SLOTS, base_layer, batch, labels, one_by_one, random_adapter
 
-from minivllm import assembly
+from minivllm import assembly, config
 from minivllm.config import LoRAConfig
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.utils import from_layer
 from tests.oracles.rows import assert_rows_equal
 from tests.oracles.toy_backend import ToyBackend
+from tests.tools.house import ROOT
 from tests.worlds.engines import TinyWorld
 
 ADAPTERS = {
@@ -21,21 +23,26 @@ ADAPTERS = {
 }
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    """The name under which an engine can be configured with the toy."""
-    backends = {"triton": lambda tokens, samples, device, config: ToyBackend(device)}
+def test_it_knows_the_contract_alone():
+    tree = ast.parse((ROOT / "tests" / "oracles" / "toy_backend.py").read_text())
+
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+    assert names <= {"torch", "minivllm.lora.backend", "minivllm.lora.slots", "minivllm.layers.linear"}
+
+
+def test_it_serves_a_model_as_transformers_and_peft_do(monkeypatch, tmp_path):
+    """Under a name of its own."""
+    make = {"toy": lambda tokens, samples, device, config: ToyBackend(device)}
+    backends = {**assembly.LORA_EXTENSIONS.backends, **make}
     monkeypatch.setattr(assembly, "LORA_EXTENSIONS", replace(assembly.LORA_EXTENSIONS, backends=backends))
-    return "triton"
-
-
-def test_it_serves_a_model_token_for_token_as_the_default_one_does(toy, tmp_path):
-    """Both are held to transformers + PEFT, so to each other."""
+    monkeypatch.setattr(config, "PUNICA_BACKENDS", (*config.PUNICA_BACKENDS, "toy"))
     world = TinyWorld(tmp_path, "llama-llama3-rope", ADAPTERS)
-    workload = world.workload(1, rows=2)
 
-    for backend in (toy, "auto"):
-        world.assert_serves(world.engine(max_loras=3, punica_backend=backend), workload, max_tokens=3)
+    engine = world.engine(max_loras=3, punica_backend="toy")
+
+    world.assert_serves(engine, world.workload(1, rows=2), max_tokens=3)
 
 
 @pytest.mark.parametrize("parts", [["w1", "w3"], ["w13"]], ids=["three slices", "gate and up in one"])

@@ -5,17 +5,15 @@ trained on one is served on both, and must answer as transformers + PEFT do on t
 """
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from minivllm.gpu.slot_writer import SlotWriter
 from tests.oracles.peft import Oracle
 from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import save_adapter
-from tests.worlds.engines import TinyWorld, snapshot
+from tests.worlds.engines import TinyWorld
 from tests.worlds.models import SIZES, save_base, token_ids
 
 # Trained on Phi-3: one A, and one B as tall as the whole module.
@@ -157,16 +155,6 @@ def test_nothing_is_left_in_a_slot_that_held_the_other_kind(world, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_slots_that_a_gpus_writer_fills_are_the_same(world, form):
-    engine = world.engine(form, max_loras=1)
-    manager = engine.adapters.manager
-    manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
-
-    for name in [*world.names, *reversed(world.names)]:
-        world.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])], max_tokens=2)
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("name", "target_modules"),
     [("fused", ["q_proj", "gate_up_proj"]), ("some parts", ["qkv_proj", "up_proj"])],
@@ -194,73 +182,3 @@ def test_a_packed_adapter_has_the_whole_a_in_every_part_and_its_rows_of_b(world,
     for i, part in enumerate(rows):
         assert torch.equal(packed.lora_a[i], lora_a)
         assert torch.allclose(packed.lora_b[i], lora_b[part] * peft.scaling[name], rtol=1e-14)
-
-
-class TestRefused:
-    @pytest.fixture(params=FORMS)
-    def engine(self, request, world):
-        return world.engine(request.param)
-
-    def refused(self, engine, world, folder, match):
-        before = snapshot(engine)
-
-        with pytest.raises(ValueError, match=match):
-            engine.add_lora(world.request("fused", lora_name="spoilt", lora_path=str(folder)))
-
-        assert snapshot(engine) == before
-
-    def spoil(self, world, tmp_path, name, change):
-        """A copy of an adapter, its tensors changed."""
-        folder = shutil.copytree(world.path(name), tmp_path / "spoilt")
-        path = folder / "adapter_model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-        return folder
-
-    @pytest.mark.parametrize("part", ["q_proj", "v_proj"])
-    def test_is_an_adapter_with_weights_for_a_module_and_for_a_part_of_it(
-        self, world, engine, tmp_path, part
-    ):
-        """Which of the two would count for the part nobody can tell."""
-        folder = self.spoil(
-            world,
-            tmp_path,
-            "fused",
-            lambda tensors: tensors.update(
-                {
-                    f"base_model.model.model.layers.1.self_attn.{part}.lora_A.weight": torch.ones(
-                        4, 48
-                    ).double(),
-                    f"base_model.model.model.layers.1.self_attn.{part}.lora_B.weight": torch.ones(
-                        PARTS["qkv_proj"][part], 4
-                    ).double(),
-                }
-            ),
-        )
-
-        match = rf"'spoilt'.*layers\.1\.self_attn\.qkv_proj.*and.*layers\.1\.self_attn\.{part}"
-        self.refused(engine, world, folder, match)
-
-    @pytest.mark.parametrize("height", [72, 128])
-    def test_is_a_fused_module_of_another_height(self, world, engine, tmp_path, height):
-        """As of a model with other heads."""
-        name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_B.weight"
-        folder = self.spoil(
-            world, tmp_path, "fused", lambda tensors: tensors.update({name: torch.ones(height, 4).double()})
-        )
-
-        self.refused(engine, world, folder, rf"layers\.0\.self_attn\.qkv_proj.*\({height}, 4\).*\(96, 4\)")
-
-    def test_is_a_fused_module_of_another_width(self, world, engine, tmp_path):
-        name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"
-        folder = self.spoil(
-            world, tmp_path, "fused", lambda tensors: tensors.update({name: torch.ones(4, 40).double()})
-        )
-
-        self.refused(engine, world, folder, r"layers\.0\.self_attn\.q.*\(4, 40\).*\(4, 48\)")
-
-    def test_is_a_module_that_the_servers_targets_leave_out(self, world):
-        engine = world.engine("split", target_modules=["gate_proj"])
-
-        self.refused(engine, world, world.path("fused"), "qkv_proj.*target_modules")

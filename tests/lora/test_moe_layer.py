@@ -89,26 +89,36 @@ def labels(slots):
     ]
 
 
+def assert_answers(layer, adapters, slots, tolerance=1e-5, seed=0):
+    """Of a random batch. `adapters`: of each slot; they are in the layer by now."""
+    base = layer.base_layer
+    use_slots(layer, slots)
+    x, router_logits = batch(len(slots), base.w13_weight.dtype, seed, base.w13_weight.device)
+
+    actual = layer(x, router_logits)
+
+    assert actual.dtype == x.dtype
+    expected = one_by_one(base, adapters, slots, x, router_logits)
+    assert_rows_equal(actual, expected, labels=labels(slots), tolerance=tolerance)
+
+
+def filled(layer, adapters):
+    for slot, (lora_a, lora_b) in enumerate(adapters):
+        layer.set_lora(slot, lora_a, lora_b)
+    return layer
+
+
 class TestForward:
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("renormalize", [True, False])
     def test_every_pair_gets_what_its_tokens_adapter_has_for_its_expert(self, backend, renormalize):
         dtype = torch.float32 if backend == "triton" else torch.float64
         base = base_layer(dtype, renormalize, DEVICE if backend == "triton" else "cpu")
-        layer = wrap(base, backend)
         adapters = [random_adapter(1), random_adapter(2, (6, 5, 1)), random_adapter(3, (1, 6, 4))]
-        for slot, (lora_a, lora_b) in enumerate(adapters):
-            layer.set_lora(slot, lora_a, lora_b)
-        use_slots(layer, MIXED)
-        x, router_logits = batch(len(MIXED), dtype, device=base.w13_weight.device)
 
-        actual = layer(x, router_logits)
+        layer = filled(wrap(base, backend), adapters)
 
-        expected = one_by_one(base, adapters, MIXED, x, router_logits)
-        assert actual.dtype == dtype
-        assert_rows_equal(
-            actual, expected, labels=labels(MIXED), tolerance=1e-12 if dtype == torch.float64 else 1e-5
-        )
+        assert_answers(layer, adapters, MIXED, 1e-12 if dtype == torch.float64 else 1e-5)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize(
@@ -117,77 +127,41 @@ class TestForward:
         ids=lambda slots: f"{len(slots)} rows",
     )
     def test_batches_of_any_size_and_order(self, backend, slots):
-        base = base_layer(torch.float32, device=DEVICE)
-        layer = wrap(base, backend)
         adapters = [random_adapter(seed) for seed in range(3)]
-        for slot, (lora_a, lora_b) in enumerate(adapters):
-            layer.set_lora(slot, lora_a, lora_b)
-        use_slots(layer, slots)
-        x, router_logits = batch(len(slots), torch.float32, seed=1, device=DEVICE)
 
-        actual = layer(x, router_logits)
+        layer = filled(wrap(base_layer(torch.float32, device=DEVICE), backend), adapters)
 
-        expected = one_by_one(base, adapters, slots, x, router_logits)
-        assert_rows_equal(actual, expected, labels=labels(slots), tolerance=1e-5)
+        assert_answers(layer, adapters, slots, seed=1)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("ranks", [(4, 0, 0), (0, 4, 0), (0, 0, 4), (3, 0, 2)], ids=str)
     def test_an_adapter_may_lack_parts(self, backend, ranks):
-        base = base_layer(torch.float32, device=DEVICE)
-        layer = wrap(base, backend)
         adapters = [random_adapter(seed, ranks) for seed in range(3)]
-        for slot, (lora_a, lora_b) in enumerate(adapters):
-            layer.set_lora(slot, lora_a, lora_b)
-        use_slots(layer, MIXED)
-        x, router_logits = batch(len(MIXED), torch.float32, device=DEVICE)
 
-        actual = layer(x, router_logits)
+        layer = filled(wrap(base_layer(torch.float32, device=DEVICE), backend), adapters)
 
-        expected = one_by_one(base, adapters, MIXED, x, router_logits)
-        assert_rows_equal(actual, expected, labels=labels(MIXED), tolerance=1e-5)
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_base_rows_are_those_of_the_base_layer_to_the_bit(self, backend):
-        base = base_layer(torch.float32, device=DEVICE)
-        layer = wrap(base, backend)
-        for slot in range(SLOTS):
-            layer.set_lora(slot, *random_adapter(slot))
-        use_slots(layer, MIXED)
-        x, router_logits = batch(len(MIXED), torch.float32, device=DEVICE)
-        rows = [token for token, slot in enumerate(MIXED) if slot < 0]
-
-        actual = layer(x, router_logits)
-
-        assert_rows_equal(actual[rows], base(x, router_logits)[rows], labels=[f"token {t}" for t in rows])
+        assert_answers(layer, adapters, MIXED)
 
     @pytest.mark.parametrize("backend", ["loops", "grouped"])
     @pytest.mark.parametrize(
         ("dtype", "lora_dtype"), [(torch.bfloat16, "auto"), (torch.float32, torch.bfloat16)]
     )
     def test_half_precision_is_near_the_exact_result(self, backend, dtype, lora_dtype):
-        base = base_layer(dtype)
-        layer = wrap(base, backend, lora_dtype=lora_dtype)
         adapters = [
             [[tensor.bfloat16().double() for tensor in side] for side in random_adapter(seed)]
             for seed in range(3)
         ]
-        for slot, (lora_a, lora_b) in enumerate(adapters):
-            layer.set_lora(slot, lora_a, lora_b)
-        use_slots(layer, MIXED)
-        x, router_logits = batch(len(MIXED), dtype)
 
-        actual = layer(x, router_logits)
+        layer = filled(wrap(base_layer(dtype), backend, lora_dtype=lora_dtype), adapters)
 
-        expected = one_by_one(base, adapters, MIXED, x, router_logits)
-        assert actual.dtype == dtype
-        tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
-        assert_rows_equal(actual, expected, labels=labels(MIXED), tolerance=tolerance)
+        assert_answers(layer, adapters, MIXED, 3e-2 if dtype == torch.bfloat16 else 1e-5)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("slots", [[-1] * 4, [1] * 4, [1, -1, 1, -1]], ids=str)
     def test_what_no_adapter_of_the_batch_has_experts_for_is_the_base_layers_alone(
         self, backend, slots, monkeypatch
     ):
+        """To the bit, as base rows beside others are."""
         base = base_layer(torch.float32, device=DEVICE)
         layer = wrap(base, backend)
         layer.set_lora(0, *random_adapter(1))
@@ -201,20 +175,25 @@ class TestForward:
 
         assert_rows_equal(actual, base(x, router_logits))
 
-    def test_slots_may_lie_anywhere(self):
-        base = base_layer()
-        layer = wrap(base)
-        layer.slots = ScatteredSlots(torch.float64).place(layer.slots, None)
-        adapters = [random_adapter(seed) for seed in range(3)]
-        for slot, (lora_a, lora_b) in enumerate(adapters):
-            layer.set_lora(slot, lora_a, lora_b)
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_base_rows_are_those_of_the_base_layer_to_the_bit(self, backend):
+        base = base_layer(torch.float32, device=DEVICE)
+        layer = filled(wrap(base, backend), [random_adapter(slot) for slot in range(SLOTS)])
         use_slots(layer, MIXED)
-        x, router_logits = batch(len(MIXED))
+        x, router_logits = batch(len(MIXED), torch.float32, device=DEVICE)
+        rows = [token for token, slot in enumerate(MIXED) if slot < 0]
 
         actual = layer(x, router_logits)
 
-        expected = one_by_one(base, adapters, MIXED, x, router_logits)
-        assert_rows_equal(actual, expected, labels=labels(MIXED), tolerance=1e-12)
+        assert_rows_equal(actual[rows], base(x, router_logits)[rows], labels=[f"token {t}" for t in rows])
+
+    def test_slots_may_lie_anywhere(self):
+        layer, adapters = wrap(base_layer()), [random_adapter(seed) for seed in range(3)]
+        layer.slots = ScatteredSlots(torch.float64).place(layer.slots, None)
+
+        filled(layer, adapters)
+
+        assert_answers(layer, adapters, MIXED, 1e-12)
 
 
 class TestSlots:
@@ -225,23 +204,18 @@ class TestSlots:
         ids=["shorter", "w2 alone", "w1 alone", "no experts"],
     )
     def test_nothing_of_the_last_adapter_is_left(self, backend, second):
-        base = base_layer(torch.float32, device=DEVICE)
-        layer = wrap(base, backend)
-        layer.set_lora(1, *random_adapter(1, (6, 6, 6)))
-        layer.set_lora(0, *random_adapter(2))
-        adapters = {0: random_adapter(2), 1: random_adapter(3, second or (0, 0, 0))}
+        ranks = second or (0, 0, 0)
+        adapters = [random_adapter(2), random_adapter(3, ranks)]
+        layer = wrap(base_layer(torch.float32, device=DEVICE), backend)
+        filled(layer, [adapters[0], random_adapter(1, (6, 6, 6))])
 
         if second is None:
             layer.reset_lora(1)
         else:
             layer.set_lora(1, *adapters[1])
 
-        slots = [0, 1, -1, 1, 1, 0]
-        use_slots(layer, slots)
-        x, router_logits = batch(len(slots), torch.float32, device=DEVICE)
-        expected = one_by_one(base, adapters, slots, x, router_logits)
-        assert_rows_equal(layer(x, router_logits), expected, labels=labels(slots), tolerance=1e-5)
-        for i, rank in enumerate(second or (0, 0, 0)):
+        assert_answers(layer, adapters, [0, 1, -1, 1, 1, 0])
+        for i, rank in enumerate(ranks):
             assert layer.slots.live_ranks[i][1] == rank
             assert not layer.lora_a_stacked[i][1, :, rank:].any()
             assert not layer.lora_b_stacked[i][1, :, :, rank:].any()

@@ -5,7 +5,6 @@ No exercise's: PEFT takes seconds to import. `test_merged_weights.py` asks the s
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,29 +97,6 @@ def test_ranks_whose_keys_overlap_are_those_of_the_tensors(peft_adapters):
         assert_close(product(lora.loras[name]), delta)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_scaling_is_what_peft_computes_for_the_module(config, peft_adapters):
-    theirs = peft_adapters.ranks_and_scalings(config)
-
-    helper = PEFTHelper.from_dict(config, LORA_EXTENSIONS)
-
-    assert theirs
-    for name, (rank, scaling) in theirs.items():
-        assert helper.scaling(name, rank) == pytest.approx(scaling, rel=1e-12)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_optimized_once_or_twice_b_a_is_what_peft_merges(config, peft_adapters):
-    folder, deltas = peft_adapters.make(config)
-    lora = read(folder)
-
-    for weights in lora.loras.values():
-        weights.optimize().optimize()
-
-    for name, delta in deltas.items():
-        assert_close(lora.loras[name].lora_b @ lora.loras[name].lora_a, delta)
-
-
 FUSED = {"self_attn": ["q_proj", "k_proj", "v_proj"], "mlp": ["gate_proj", "up_proj"]}
 
 
@@ -168,27 +144,6 @@ def test_embeddings_add_what_peft_merges_and_the_base_tables_beside_them_are_lef
     assert lora.loras.keys() == deltas.keys()
     assert_close(product(lora.loras["model.embed_tokens"]).T, deltas["model.embed_tokens"])
     assert_close(product(lora.loras["lm_head"]), deltas["lm_head"])
-
-
-def test_an_embedding_for_another_vocabulary_is_refused(peft_adapters):
-    folder, _ = peft_adapters.make({"r": 4, "target_modules": ["embed_tokens"]})
-
-    with pytest.raises(ValueError, match=r"lora_embedding_A has shape \(4, 97\).*vocabulary has 96 tokens"):
-        read(folder, expected=["embed_tokens"], model_vocab_size=96)
-
-
-def test_patterns_match_hugging_faces_names_also_where_the_model_has_others(peft_adapters):
-    """A pattern that names the whole path: after renaming it would match nothing, and scale wrongly."""
-    folder, deltas = peft_adapters.make(CONFIGS["patterns"])
-    mapper = SimpleNamespace(_map_name=lambda name: f"language_{name.replace('layers', 'blocks')}")
-
-    lora = read(folder, weights_mapper=mapper)
-
-    assert lora.loras.keys() == {mapper._map_name(name) for name in deltas}
-    for name, delta in deltas.items():
-        weights = lora.loras[mapper._map_name(name)]
-        assert weights.module_name == mapper._map_name(name)
-        assert_close(product(weights), delta)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

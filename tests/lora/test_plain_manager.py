@@ -11,20 +11,10 @@ from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
 from tests.oracles.tiers import TwoTiers
 from tests.worlds.managers import (
     SmallModel,
-    assert_slot_holds,
-    assert_slots,
     make_adapter,
     make_plain_manager,
 )
 from tests.worlds.tier_history import History, run
-
-
-def test_a_new_manager_has_empty_slots_only():
-    manager = make_plain_manager(slots=3)
-
-    assert_slots(manager, [None, None, None], "nothing was activated")
-    for slot in range(3):
-        assert_slot_holds(manager, slot, None, "nothing")
 
 
 def test_it_refuses_when_memory_is_full():

@@ -124,9 +124,3 @@ class TestBoth:
         worker.add_adapter(folders.request(1))
 
         assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
-
-    def test_the_model_comes_back_wrapped(self, cls):
-        worker = make_worker(slots=1, cls=cls)
-
-        assert worker.manager.model.attn.qkv_proj is worker.manager.modules["attn.qkv_proj"]
-        assert worker.manager.modules.keys() == SLICES.keys()

@@ -5,12 +5,9 @@ import random
 import weakref
 
 import pytest
-import torch
 
 from minivllm.lora import scattered_reads
 from minivllm.lora.scattered_reads import Part, read_parts
-from minivllm.lora.weights_files import read_weights
-from tests.worlds.adapter_folders import good_config, good_tensors, load, write
 
 NBYTES = 300_000
 
@@ -121,27 +118,3 @@ def test_a_piece_is_given_up_with_its_last_part(file):
 
     assert pieces["a1"]() is pieces["a2"]() is None
     assert pieces["b"]() is found["b"].untyped_storage()
-
-
-@pytest.mark.parametrize("alpha", [3, 6], ids=["as trained", "scaled"])
-def test_an_adapter_keeps_no_more_memory_than_its_weights_take(alpha, tmp_path):
-    lora = load(write(tmp_path / "adapter", good_config(lora_alpha=alpha)))
-    for weights in lora.loras.values():
-        weights.optimize()
-
-    tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
-    assert lora.nbytes <= sum(tensor.nbytes for tensor in tensors) + 8 * len(tensors)
-
-
-def test_adapters_read_one_after_the_other_have_memory_of_their_own(tmp_path):
-    generator = torch.Generator().manual_seed(5)
-    held = []
-    for number in range(4):
-        tensors = {n: torch.randn(t.shape, generator=generator) for n, t in good_tensors().items()}
-        folder = write(tmp_path / str(number), good_config(), tensors)
-        held.append((tensors, read_weights(folder / "adapter_model.safetensors")))
-
-    for tensors, read in held:
-        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-    storages = [{t.untyped_storage().data_ptr() for t in read.values()} for _, read in held]
-    assert sum(map(len, storages)) == len(set().union(*storages))

@@ -18,14 +18,6 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.vllm.layers import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
 from minivllm.vllm.utils import from_layer
 from tests.oracles.backends import NaivePunica
 from tests.oracles.rows import assert_rows_equal
@@ -58,15 +50,6 @@ KINDS = {
     ),
     "qkv": (lambda t: QKVParallelLinear(WIDTH, 6, 4, 2, params_dtype=t), ["q_proj", "k_proj", "v_proj"]),
     "qkv, one adapter": (lambda t: QKVParallelLinear(WIDTH, 6, 4, 2, params_dtype=t), ["whole_qkv"]),
-}
-WRAPPERS = {
-    "column": ColumnParallelLinearWithLoRA,
-    "row": RowParallelLinearWithLoRA,
-    "replicated": ReplicatedLinearWithLoRA,
-    "merged": MergedColumnParallelLinearWithLoRA,
-    "merged, one adapter": ColumnParallelLinearWithLoRA,
-    "qkv": MergedQKVParallelLinearWithLoRA,
-    "qkv, one adapter": QKVParallelLinearWithLoRA,
 }
 # As saved by PEFT: what they target differs, and so do ranks and scaling.
 ADAPTERS = {
@@ -189,52 +172,6 @@ def test_a_mixed_batch_gives_each_row_what_peft_gives_it(peft_model, kind, dtype
     assert_same(y, expected, rows)
 
 
-@pytest.mark.parametrize("adapter", SLOT_OF)
-def test_one_adapter_alone_gives_what_peft_gives(peft_model, kind, dtype, adapter):
-    layer = wrapped_linear(peft_model, kind, dtype)
-    x, inputs = input_rows(kind, 5, dtype, seed=2)
-
-    layer.punica_wrapper.token_slot_list = [SLOT_OF[adapter]] * 5
-    y, _ = layer(inputs)
-
-    assert_same(y, peft_outputs(peft_model, kind, x, [adapter] * 5), [adapter] * 5)
-
-
-def test_a_reset_slot_serves_the_base_model(peft_model, kind, dtype):
-    layer = wrapped_linear(peft_model, kind, dtype)
-    x, inputs = input_rows(kind, 6, dtype, seed=3)
-    rows = ["patterns", "everything", "__base__", "everything", "rank-stabilised", "patterns"]
-
-    layer.reset_lora(SLOT_OF["everything"])
-    layer.punica_wrapper.token_slot_list = [SLOT_OF[name] for name in rows]
-    y, _ = layer(inputs)
-
-    emptied = ["__base__" if name == "everything" else name for name in rows]
-    assert_same(y, peft_outputs(peft_model, kind, x, emptied), emptied)
-
-
-def test_an_adapter_may_move_to_another_slot(peft_model, kind, dtype):
-    layer = wrapped_linear(peft_model, kind, dtype)
-    x, inputs = input_rows(kind, 3, dtype, seed=4)
-    linears, names = peft_model.base_model.model, KINDS[kind][1]
-    lora_a, lora_b = zip(*(pair_of(linears, name, "patterns") for name in names), strict=True)
-
-    layer.set_lora(SLOT_OF["rank-stabilised"], list(lora_a), list(lora_b))
-    layer.punica_wrapper.token_slot_list = [SLOT_OF["rank-stabilised"]] * 3
-    y, _ = layer(inputs)
-
-    rows = ["patterns"] * 3
-    assert_same(y, peft_outputs(peft_model, kind, x, rows), rows)
-
-
-def test_every_kind_of_linear_has_its_wrapper(kind):
-    make, names = KINDS[kind]
-
-    layer = from_layer(make(torch.float32), CONFIG.max_loras, CONFIG, names)
-
-    assert type(layer) is WRAPPERS[kind]
-
-
 def test_a_wrapped_linear_looks_like_its_base(kind):
     make, names = KINDS[kind]
     base = make(torch.float32)
@@ -247,18 +184,6 @@ def test_a_wrapped_linear_looks_like_its_base(kind):
     assert (layer.input_size, layer.output_size) == (base.input_size, base.output_size)
     assert (layer.tp_size, layer.tp_rank) == (1, 0)
     assert sum(layer.output_slices) == base.output_size
-
-
-def test_a_wrapped_linear_answers_in_the_base_linears_form(peft_model, kind, dtype):
-    layer = wrapped_linear(peft_model, kind, dtype)
-    _, x = input_rows(kind, 4, dtype)
-
-    answer = layer(x)
-
-    base_output, base_bias = layer.base_layer(x)
-    assert isinstance(answer, tuple)
-    assert answer[1] is base_bias is None
-    assert torch.equal(answer[0], base_output)
 
 
 def test_a_linear_without_bias_stays_without():
