@@ -83,7 +83,7 @@ def bars(series, axes=None, *, height=2.4, colours=None, **labels):
             own = colour if colours is None else [colours[case] for case in numbers]
             axes.barh(places, list(numbers.values()), 0.92 * thick, color=own, label=name)
         axes.set_yticks(range(len(numbers)), list(numbers))
-        axes.invert_yaxis()
+        axes.set_ylim(len(numbers) - 0.5, -0.5)
         axes.set(**labels)
         if len(series) > 1:
             axes.legend(frameon=False, fontsize=9)
@@ -101,7 +101,7 @@ def shares(cases, axes=None, *, height=3.0, **labels):
             left += percent
         for line, total in enumerate(left):
             axes.text(total + 1, line, f"{total:.1f}%", va="center", fontsize=8)
-        axes.invert_yaxis()
+        axes.set_ylim(len(cases) - 0.5, -0.5)
         axes.set(**labels)
         axes.tick_params(labelsize=8)
         axes.legend(frameon=False, fontsize=8)

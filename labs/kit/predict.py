@@ -80,17 +80,19 @@ def draw(phase: str, guess: float | None, ours: Counts, theirs: Counts | None) -
         axes.legend(frameon=False, loc="upper left")
 
 
-def compare(unit: str, engine: dict[str, object], yours: dict[str, object]) -> None:
+def compare(unit: str, engine: dict[str, object], yours: dict[str, object], within: float = 1e-3) -> None:
     """Print what the engine has and what the learner's function says for each case, and a sentence.
 
-    Numbers agree within a thousandth. A missing or None answer is one that is not written yet.
+    A missing or None answer is one that is not written yet.
+
+    within  how far numbers that agree may be apart, as a share
     """
     width = max(map(len, ["", *engine]))
     print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
     wrong = []
     for case, right in engine.items():
         said = yours.get(case)
-        if not _agrees(right, said):
+        if not _agrees(right, said, within):
             wrong.append(case)
         mark = "" if case not in wrong else "   <"
         print(f"{case:{width}}  {_short(right):>14}  {_short(said):>14}{mark}")
@@ -105,11 +107,11 @@ def compare(unit: str, engine: dict[str, object], yours: dict[str, object]) -> N
     print(f"Yours differs in {len(wrong)} of {len(engine)}: {told}.")
 
 
-def _agrees(right: object, said: object) -> bool:
+def _agrees(right: object, said: object, within: float) -> bool:
     if isinstance(right, bool) is not isinstance(said, bool):
         return False
     if isinstance(right, (int, float)) and isinstance(said, (int, float)):
-        return math.isclose(right, said, rel_tol=1e-3, abs_tol=1e-9)
+        return math.isclose(right, said, rel_tol=within, abs_tol=1e-9)
     return right == said
 
 
