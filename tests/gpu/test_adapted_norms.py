@@ -3,8 +3,6 @@
 import pytest
 import torch
 from test_layer_kernels import rms
-from test_mixed_graphs import graphed_engine
-from test_runner_graphs import add, assert_tokens_are_right
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -22,6 +20,7 @@ from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
 from tests.tools.device import DEVICE, compile_for_gpu
 from tests.worlds.engines import run, tiny_world
+from tests.worlds.gpu import add_requests, assert_tokens_are_right, graphed_engine
 
 INNER, WIDTH, SLOTS, EPS = 48, 40, 3, 1e-3
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3}
@@ -204,15 +203,6 @@ def test_a_norm_adds_what_adapters_add_in_short_steps_of_few_ranks(tokens, rank,
     assert norm_adds(tokens, rank) == expected
 
 
-def test_in_a_longer_step_it_is_added_before_the_norm(launched):
-    down, slots = Down(), [0, -1, 2] * 50
-    down.step(slots)
-
-    down.assert_answers(slots)
-
-    assert launched == []
-
-
 @pytest.mark.parametrize(("rank", "is_left"), [(32, True), (33, False), (64, False), (72, False)])
 def test_what_a_high_rank_adds_is_added_before_the_norm(rank, is_left, launched):
     down, slots = Down(rank=rank), [0, -1, 2]
@@ -283,12 +273,12 @@ def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(launched):
 def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factory, monkeypatch, launched):
     monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 8)
     world = tiny_world(tmp_path_factory)
-    engine = graphed_engine(world, decode_graphs=True, punica_backend="paged", max_num_batched_tokens=20)
+    engine = graphed_engine(world, "decodes", "mixed", punica_backend="paged", max_num_batched_tokens=20)
     if DEVICE == "cpu":
         launched.clear()  # where graphs are replayed, they were launched when these were captured
 
     names = ["mlp", None, "all"]
-    add(engine, world, names)
+    add_requests(engine, world, names)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, names)

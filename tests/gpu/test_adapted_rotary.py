@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from test_mixed_graphs import graphed_engine
-from test_runner_graphs import MIXED, add, assert_tokens_are_right
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
@@ -23,6 +21,7 @@ from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
 from tests.tools.device import DEVICE, compile_for_gpu
 from tests.worlds.engines import run, tiny_world
+from tests.worlds.gpu import MIXED, add_requests, assert_tokens_are_right, graphed_engine
 
 WIDTH, HEADS, KV_HEADS, SIZE, SLOTS, BLOCK, SCALE = 48, 6, 2, 20, 3, 4, 0.2
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.float64: 1e-12}
@@ -257,14 +256,6 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_attention(slots, kind
     qkv.assert_answers(slots, kind, seed=1)
 
 
-def test_a_step_after_another_finds_its_own_adapters():
-    qkv = QKV()
-    for seed, slots in enumerate([[0, 2, -1], [-1] * 5, [2, 2, 0, 0], [0]]):
-        qkv.step(slots)
-
-        qkv.assert_answers(slots, KINDS[seed % 3], seed=seed)
-
-
 def test_rows_that_are_to_have_the_same_bits_in_every_batch_leave_it_nothing():
     qkv, slots = QKV(backend="invariant"), MIXTURES["mixed"]
     qkv.step(slots)
@@ -290,10 +281,10 @@ def watched(monkeypatch):
 def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_factory, monkeypatch):
     launched = watched(monkeypatch)
     world = tiny_world(tmp_path_factory)
-    engine = graphed_engine(world, decode_graphs=True, punica_backend="paged", max_num_batched_tokens=20)
+    engine = graphed_engine(world, "decodes", "mixed", punica_backend="paged", max_num_batched_tokens=20)
     names = ["qv", None, "all"]
 
-    add(engine, world, names)
+    add_requests(engine, world, names)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, names)
@@ -305,7 +296,7 @@ def test_an_engine_whose_attention_is_pytorchs_does_so_too(tmp_path_factory, mon
     launched, world = watched(monkeypatch), tiny_world(tmp_path_factory)
     engine = world.engine(punica_backend="paged", max_loras=4, dtype="float32", device=DEVICE)
 
-    add(engine, world, MIXED)
+    add_requests(engine, world, MIXED)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
@@ -316,7 +307,7 @@ def test_norms_of_q_and_k_read_whole_products(tmp_path_factory, monkeypatch):
     launched, world = watched(monkeypatch), tiny_world(tmp_path_factory, "qwen3-wide-heads")
     engine = world.engine(punica_backend="paged", max_loras=4, dtype="float32", device=DEVICE)
 
-    add(engine, world, MIXED)
+    add_requests(engine, world, MIXED)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)

@@ -5,14 +5,13 @@ runs again, through Triton's interpreter, on the buffers it was made for.
 """
 
 import pytest
-from test_runner_graphs import Rerun, compare_with_eager, watch_replays
 
 from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.tools.device import DEVICE, needs_cuda
 from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import TinyWorld, greedy, run, tokens_of
-from tests.worlds.gpu import graph_steps
+from tests.worlds.gpu import compare_with_eager, graph_steps, watch_replays
 from tests.worlds.tokens import COUNTS, TokenSet, V, with_new
 
 EXTRA = 5
@@ -26,7 +25,7 @@ BIASES = {
 def captured(world, backend="auto", **options):
     options = {"dtype": "float32", "max_num_seqs": 8, "max_cpu_loras": 6, "device": DEVICE, **options}
     engine = world.engine(punica_backend=backend, **options)
-    graph_steps(engine.runner, mixed=False, wrapper=Rerun if DEVICE == "cpu" else None)
+    graph_steps(engine.runner, mixed=False)
     watch_replays(engine)
     if DEVICE == "cpu":
         manager = engine.adapters.manager

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_elastic_slots import CrowdedWorld
-from test_runner_graphs import Rerun
 
 from minivllm import SamplingParams
 from minivllm.config import ModelConfig, check_one_order
@@ -150,8 +149,7 @@ def invariant_engine(world, graphs=False, **options):
     options = {"max_loras": None, "batch_invariant": True, "max_cpu_loras": 12, "max_num_seqs": 6, **options}
     engine = world.engine(**{"dtype": "float32", "device": DEVICE, **options})
     if graphs:
-        wrapper = Rerun if DEVICE == "cpu" else None
-        graph_steps(engine.runner, wrapper=wrapper)
+        graph_steps(engine.runner)
     return engine
 
 

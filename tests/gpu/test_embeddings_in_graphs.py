@@ -6,7 +6,6 @@ Triton's interpreter, on the buffers it was made for. The oracle is transformers
 """
 
 import pytest
-from test_runner_graphs import Rerun, watch_replays
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from tests.oracles.peft import Oracle
@@ -14,7 +13,7 @@ from tests.tools.device import DEVICE
 from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import change_json, save_adapter
 from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
-from tests.worlds.gpu import graph_steps
+from tests.worlds.gpu import graph_steps, watch_replays
 from tests.worlds.models import save_base, stretch_positions, token_ids
 
 # The first three differ in what of the embeddings they adapt; "long" was trained at twice the context.
@@ -67,7 +66,7 @@ def engine(root, backend, **options):
         **options,
     }
     llm = LLMEngine(EngineArgs(model=str(root / "base"), **args).create_engine_config())
-    graph_steps(llm.runner, mixed=False, wrapper=Rerun if DEVICE == "cpu" else None)
+    graph_steps(llm.runner, mixed=False)
     watch_replays(llm)
     return llm
 

@@ -152,27 +152,6 @@ def test_every_row_of_a_mixed_batch_gets_its_own_adapter(name, backend):
     wrapped.assert_answers([0, 0, 0])
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_an_emptied_slot_adds_nothing(name):
-    wrapped = make(name, "grouped")
-
-    wrapped.layer.reset_lora(TABLE.index(22))
-    wrapped.pairs[22] = [None] * len(wrapped.parts)
-
-    wrapped.assert_answers(IDS)
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_slots_are_shaped_as_in_vllm(name):
-    wrapped = make(name, "loops")
-    layer, n = wrapped.layer, len(wrapped.parts)
-
-    assert layer.n_slices == len(layer.lora_a_stacked) == len(layer.lora_b_stacked) == n
-    assert [tuple(a.shape) for a in layer.lora_a_stacked] == [(SLOTS, 1, RANK, WIDTH)] * n
-    assert [tuple(b.shape) for b in layer.lora_b_stacked] == [(SLOTS, 1, h, RANK) for h in wrapped.parts]
-    assert torch.equal(layer.weight, wrapped.base.weight)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_slice_for_each_part_of_one_adapter_over_all(backend):
     """Checkpoints with one adapter for a layer of three slices or more: one A, and a B as tall as the layer."""
@@ -280,13 +259,3 @@ def test_a_layer_of_three_slices_is_not_taken_for_one_of_two():
 
     assert taken_by == []
     assert from_layer(layer, 2, config, ["a", "b"]) is layer
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_the_only_rank_has_all_of_every_a_and_b(name):
-    wrapped = make(name, "loops")
-    lora_a, lora_b = ([pair and pair[side] for pair in wrapped.pairs[21]] for side in (0, 1))
-
-    assert wrapped.layer.slice_lora_a(lora_a) == lora_a
-    assert wrapped.layer.slice_lora_b(lora_b) == lora_b
-    assert (wrapped.layer.tp_size, wrapped.layer.tp_rank) == (1, 0)

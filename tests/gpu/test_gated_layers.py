@@ -86,16 +86,6 @@ def test_what_a_hook_adds_to_the_output_is_there_too(linear):
     assert_close(linear.run(x), linear.expected(x, slots, more=0.5))
 
 
-def test_a_step_without_adapters_finds_nothing_of_the_step_before(linear):
-    x = rows(4)
-    linear.step([0, 2, 0, -1])
-    linear.run(x)
-
-    linear.step([-1] * 4)
-
-    assert_close(linear.run(x), linear.expected(x, [-1] * 4))
-
-
 @pytest.mark.parametrize("slots", [[-1] * 4, [2, -1, 0, 0]], ids=["base", "adapters"])
 def test_a_step_finds_nothing_of_one_that_ended_before_its_activation(linear, slots):
     x = rows(4)

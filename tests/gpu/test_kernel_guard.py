@@ -13,9 +13,7 @@ from pathlib import Path
 import kernel_cases as cases
 import pytest
 import torch
-from test_mixed_graphs import graphed_engine
 from test_paged_attention_kernels import new_memory_is_nan
-from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -25,6 +23,7 @@ from tests.tools.device import DEVICE
 from tests.tools.nights import by_day
 from tests.tools.sanitizer import Raced, Sanitizer, Strayed
 from tests.worlds.engines import run, tiny_world
+from tests.worlds.gpu import MIXED, add_requests, assert_tokens_are_right, graphed_engine
 
 __all__ = ["new_memory_is_nan"]
 
@@ -227,13 +226,13 @@ def kernels_of(path):
 )
 def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend, adapters):
     world = tiny_world(tmp_path_factory)
-    engine = graphed_engine(world, decode_graphs=True, punica_backend=backend, max_num_batched_tokens=20)
+    engine = graphed_engine(world, "decodes", "mixed", punica_backend=backend, max_num_batched_tokens=20)
     caches = [module.kv_cache for module in engine.runner.model.modules() if hasattr(module, "kv_cache")]
     # Padding is written to the null block.
     sanitizer = Sanitizer(written_by_address(engine), [cache[:1] for cache in caches], seed=3)
 
     with sanitizer.watching():
-        add(engine, world, MIXED)
+        add_requests(engine, world, MIXED)
         outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
@@ -254,7 +253,8 @@ def written_by_address(engine):
 SLOTS, PAGES = "gpu/sgmv", "gpu/kernels"
 LAYERS = "gpu/kernels"
 WAIT = "tl.extra.cuda.gdc_wait()"
-# file, what stands there, what is put there, the case, what is said
+# file, what stands there, what is put there, the case, what is said. Numbers that are merely
+# wrong are here among peers alone: each case holds its own against float64.
 FAULTS = {
     "shrink reads past K": (
         f"{SLOTS}/lora_shrink_op.py", "mask=is_row[:, None] & is_column[None, :]", "mask=is_row[:, None]",
@@ -267,10 +267,6 @@ FAULTS = {
     "shrink writes h past R": (
         f"{SLOTS}/lora_shrink_op.py", "& (rank < R)[None, :])", "& (rank < R + 1)[None, :])",
         "slots", (AssertionError, "_lora_shrink_kernel"),
-    ),
-    "expand reads the next tile": (
-        f"{SLOTS}/lora_expand_op.py", "tiles_ptr + capacity + tile)", "tiles_ptr + 2 * capacity + tile + 1)",
-        "slots", (AssertionError, ""),
     ),
     "expand's blocks overlap": (
         f"{SLOTS}/lora_expand_op.py", "offset += WIDTHS[i]", "offset += WIDTHS[i] - 1",
@@ -334,50 +330,10 @@ FAULTS = {
         f"{PAGES}/adapted_rotary_op.py", "& (head < head_count)", "& (head <= head_count)",
         "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr"),
     ),
-    "a key is rotated by another row's angle": (
-        f"{PAGES}/adapted_rotary_op.py", "sin_ptr + rows[:, None]", "sin_ptr + place[:, None]",
-        "turned", (AssertionError, ""),
-    ),
-    "nothing but the first half is rotated": (
-        f"{PAGES}/adapted_rotary_op.py", "rotated_second = tl.where(part < 2", "rotated_second = tl.where(part > 3",
-        "turned", (AssertionError, ""),
-    ),
-    "the second half lacks what adapters add": (
-        f"{PAGES}/adapted_rotary_op.py", "second += tl.dot(h, b_second", "second += 0 * tl.dot(h, b_second",
-        "turned", (AssertionError, ""),
-    ),
-    "the second block of ranks has the first one's B": (
-        f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
-        "turned of many ranks", (AssertionError, ""),
-    ),
-    "a second head has the first one's B": (
-        f"{PAGES}/adapted_rotary_op.py", "            if i > 0:", "            if i > 8:",
-        "turned", (AssertionError, ""),
-    ),
-    "keys take the queries' live rank": (
-        f"{PAGES}/adapted_rotary_op.py", "ranks_ptr + of_part * ranks_row", "ranks_ptr",
-        "turned", (AssertionError, ""),
-    ),
-    "a value is written to the cache alone": (
-        f"{PAGES}/adapted_rotary_op.py", "((part < 2) | (live > 0))", "(part < 2)",
-        "turned", (AssertionError, ""),
-    ),
-    "a key goes to another row's place": (
-        f"{PAGES}/adapted_rotary_op.py", "slot_mapping_ptr + rows", "slot_mapping_ptr + place",
-        "turned", (AssertionError, ""),
-    ),
-    "keys are cached behind values": (
-        f"{PAGES}/adapted_rotary_op.py", "(heads_before - NUM_HEADS + head)", "(NUM_KV_HEADS * (2 - part) + head)",
-        "turned", (AssertionError, ""),
-    ),
     "base rows are the rows of adapters": (
         f"{PAGES}/adapted_rotary_op.py", "rows_ptr + first_place",
         "rows_ptr + first_place - tl.where(tile < tile_count, 0, 1)",
         "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
-    ),
-    "one adapter for all: keys have the queries' B": (
-        f"{PAGES}/adapted_rotary_op.py", "heads_of_b = 0, heads_before,", "heads_of_b = 0, 0,",
-        "turned by one adapter for all", (AssertionError, ""),
     ),
     "rotary reads h of a kernel that has not ended": (
         f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n    if R <= BLOCK_R", "pass\n    if R <= BLOCK_R",
@@ -391,10 +347,6 @@ FAULTS = {
         f"{PAGES}/adapted_norm_op.py", "row = tl.program_id(0)", "row = (tl.program_id(0) + 1)",
         "normed", (Strayed, "_adapted_norm_kernel"),
     ),
-    "a norm has the slot of the row after its own": (
-        f"{PAGES}/adapted_norm_op.py", "slots_ptr + row)", "slots_ptr + (row + 1) % tl.num_programs(0))",
-        "normed", (AssertionError, ""),
-    ),
     "a norm adds ranks past the live one": (
         f"{PAGES}/adapted_norm_op.py", "mask=all_ranks < live,", "mask=all_ranks < R,",
         "normed", (AssertionError, "NaN"),
@@ -402,14 +354,6 @@ FAULTS = {
     "a norm takes B's of ranks past the live one": (
         f"{PAGES}/adapted_norm_op.py", "inside, rank, live)", "inside, rank, R)",
         "normed", (Strayed, "_adapted_norm_kernel.* of pool_ptr"),
-    ),
-    "a norm takes a slot's other ranks in the second block": (
-        f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
-        "normed of many ranks", (AssertionError, ""),
-    ),
-    "a rank has the row of the one before it in its page": (
-        f"{PAGES}/paged_pieces.py", "rank % PAGE_RANKS) * width", "(rank + PAGE_RANKS - 1) % PAGE_RANKS) * width",
-        "normed", (AssertionError, ""),
     ),
     "h is multiplied past the live rank": (
         f"{PAGES}/paged_pieces.py", "& (rank < live)[None, :]", "& (rank < R)[None, :]",
@@ -419,17 +363,9 @@ FAULTS = {
         f"{PAGES}/paged_pieces.py", "is_live = rank < live", "is_live = rank >= 0",
         "turned", (Strayed, "_adapted_rotary_kernel.* of pool_ptr"),
     ),
-    "a norm does not write the residual": (
-        f"{PAGES}/adapted_norm_op.py", "    tl.store(residual_ptrs, kept, mask=inside)\n", "",
-        "normed", (AssertionError, ""),
-    ),
     "a norm reads h of a kernel that has not ended": (
         f"{PAGES}/adapted_norm_op.py", f"{WAIT}\n    h =", "pass\n    h =",
         "normed, overlapping", (Raced, "_adapted_norm_kernel.* and has not waited"),
-    ),
-    "decodes read past a context": (
-        f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",
-        "decodes", (AssertionError, ""),
     ),
     "a table is read past its context": (
         f"{LAYERS}/attention.py", "position // BLOCK_SIZE, mask=in_context, other=0)", "position // BLOCK_SIZE)",
@@ -459,17 +395,9 @@ FAULTS = {
         f"{LAYERS}/attention.py", "tl.store(counts_ptr + count, 0)", "tl.store(counts_ptr + count, 1)",
         "decodes", (AssertionError, "the next step counts on from these"),
     ),
-    "the second of two splits is left out": (
-        f"{LAYERS}/attention.py", "some + one < live", "some + one < live - 1",
-        "decodes", (AssertionError, ""),
-    ),
     "the likeliest is looked for past the row": (
         f"{LAYERS}/likeliest.py", "mask=inside, other=float", "mask=column >= 0, other=float",
         "likeliest", (Strayed, "_keep_kernel.* read outside: .* of logits_ptr"),
-    ),
-    "the last block's best is not asked": (
-        f"{LAYERS}/likeliest.py", "mask=block < blocks,", "mask=block < blocks - 1,",
-        "likeliest", (AssertionError, ""),
     ),
     "prompts: a tile has a row too many": (
         f"{LAYERS}/attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",

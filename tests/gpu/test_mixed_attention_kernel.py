@@ -5,10 +5,8 @@ import pytest
 import torch
 from test_paged_attention_kernels import ERRORS, SCALE, Batch, assert_close, new_memory_is_nan
 
-from minivllm.gpu.fused import blocks
 from minivllm.gpu.kernels.attention import paged_attention
 from minivllm.gpu.step_buffers import StepBuffers, StepShape
-from minivllm.layers.attention import Attention
 from tests.tools.device import DEVICE
 from tests.tools.memory import Guarded
 
@@ -86,21 +84,6 @@ def test_more_query_heads_than_a_tile_has_rows(dtype):
     batch = Batch([1, 3], [20, 5], dtype, heads=(71, 1, 16))
 
     assert_close(attend(batch), batch.expected())
-
-
-def test_a_layer_writes_new_keys_and_values_before_it_attends(dtype):
-    """The whole layer: rotated by no angle, so that the definition is that of plain attention."""
-    batch = Batch([6, 1, 4], [6, 12, 9], dtype)
-    layer = Attention(batch.num_heads, batch.size, SCALE, batch.num_kv_heads)
-    layer.bind_kv_cache(batch.kv_cache)
-    for row, (new, length) in enumerate(zip(batch.query_lens, batch.seq_lens)):
-        batch.write(row, 0, length - new)
-    heads = batch.heads().to(DEVICE)
-    rotary = (torch.ones(11, 1, 16, device=DEVICE), torch.zeros(11, 1, 16, device=DEVICE))
-
-    actual = blocks.attend(layer, heads, rotary, filled_buffers(batch, 0))
-
-    assert_close(actual, batch.expected())
 
 
 def test_the_same_step_gives_the_same_bits(dtype):

@@ -81,21 +81,6 @@ def test_buffers_may_lie_anywhere():
     assert_slot_holds(manager, 0, weights)
 
 
-def test_other_slots_are_not_touched():
-    manager = make_manager()
-    weights = [random_weights(seed) for seed in (1, 2, 3)]
-    for adapter_id, of_adapter in enumerate(weights, start=1):
-        manager.add_adapter(adapter_of(adapter_id, of_adapter))
-        manager.activate_adapter(adapter_id)
-    manager.add_adapter(make_adapter(4))
-
-    manager.activate_adapter(4)
-
-    assert manager.lora_index_to_id == [4, 2, 3]
-    assert_slot_holds(manager, 1, weights[1])
-    assert_slot_holds(manager, 2, weights[2])
-
-
 def test_the_backend_learns_the_live_ranks():
     manager = make_manager()
     weights = random_weights(6)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from test_mixed_graphs import graphed_engine
-from test_runner_graphs import MIXED, add, assert_tokens_are_right
 
 from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.gpu.kernels.stand_ins import fill_in
 from tests.tools.device import DEVICE, needs_cuda
 from tests.worlds.ahead import with_lookahead
 from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.gpu import MIXED, add_requests, assert_tokens_are_right, graphed_engine
 from tests.worlds.models import token_ids
 
 
@@ -20,8 +19,9 @@ def world(tmp_path_factory):
 
 def ahead_engine(world, **options):
     """`engine.sent` has what steps were given as token ids, stand-ins among them."""
-    engine = graphed_engine(world, decode_graphs=True, **options)
-    engine = with_lookahead(engine)
+    engine = with_lookahead(
+        graphed_engine(world, "decodes", "mixed", **{"max_num_batched_tokens": 40, **options})
+    )
     engine.sent = []
     note_token_ids(engine.runner.graphs.buffers, engine.sent)
     return engine
@@ -53,7 +53,7 @@ def test_an_id_below_zero_stands_for_a_row_of_the_tokens(count):
 def test_decodes_go_on_from_tokens_that_the_host_has_not_read(world):
     engine = ahead_engine(world)
 
-    add(engine, world, MIXED)
+    add_requests(engine, world, MIXED)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
@@ -65,7 +65,7 @@ def test_decodes_go_on_from_tokens_that_the_host_has_not_read(world):
 def test_prompts_join_decodes_whose_tokens_are_not_read(world):
     engine = ahead_engine(world, max_num_batched_tokens=8)
 
-    add(engine, world, MIXED)
+    add_requests(engine, world, MIXED)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
@@ -77,7 +77,7 @@ def test_a_preempted_request_ends_with_a_stand_in_when_it_comes_back(world):
     engine = ahead_engine(world, num_kv_blocks=11, enable_prefix_caching=False)
     names = [None, "qv", "all"]
 
-    add(engine, world, names, max_tokens=8)
+    add_requests(engine, world, names, max_tokens=8)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, names, max_tokens=8)
