@@ -200,7 +200,7 @@ class ModelRunner(LoRAModelRunnerMixin):
 
         To use: `InputBatch` and its three fields (input_batch.py), `graphs` (graphs.py), `activate(batch)`.
         `model(input_ids, positions, attn)`: hidden states (T, H); `model.compute_logits(hidden_states)`: (P, H) of the
-        rows that sample -> logits (P, V). `PendingStep(requests that sample, logits)` (row_sampler.py),
+        rows that sample -> logits (P, V). `PendingStep(requests, logits)` of the rows that sample (row_sampler.py),
         `score_prompts(self, batch, hidden_states)` (prompt_logprobs.py).
         """
         raise Todo("lab 7.3: one mixed step")

@@ -71,7 +71,10 @@ MOVED = {
     "5.6": {**_TABLES, r"self\._stage\b": "self.stage"},
     "5.7": {r"self\.manager\.in_use = (.+)": r"self.manager.set_in_use(\1)"},
     "5.8": {r"self\._timed_load\b": "self._load"},
-    "7.5": {r"self\.scheduler\.(requests|waiting|running|in_flight)\b": r"self.queues.\1"},
+    "7.5": {
+        r"self\.scheduler\.(requests|waiting|running|in_flight)\b": r"self.queues.\1",
+        r"\border\b": "reload",
+    },
     "11.2": {r"\bself\.base_layer\.complete\((\w+)\)": r"\1"},  # the block sums terms
 }
 # What stood around the answer to an exercise that begins with a blank page now, and comes along with it: the answer

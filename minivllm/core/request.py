@@ -40,7 +40,7 @@ class Request:
     arrival_time        seconds, on the caller's clock; order of arrival is that of `add_request`
     adapter_generation  which (re)load of its adapter it belongs to; a later one waits until all requests
                         of earlier ones are finished. It never falls from one arrival to the next: a reload concerns
-                        only requests that arrive after its order
+                        only requests that arrive after it
     adapter_start       tokens before this one are computed by the base model, and only from it on by the adapter
     eos_token_ids       end-of-sequence ids of the model
     follows             a request with the same prompt that computes it first, so that this one finds it in the

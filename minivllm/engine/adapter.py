@@ -13,10 +13,11 @@ from minivllm.lora.request import LoRARequest
 
 
 class AdapterVersion(NamedTuple):
-    """What an order to load an adapter, or to load it again, says of it. A reload that fails brings back the last one.
+    """What a load or a reload of an adapter says of it. A reload that fails brings back the last one.
 
-    request   as steps load it: its name, the real folder that its path led to at the order, without `load_inplace`
-    path      as the order gave it: perhaps a link, which may lead elsewhere or nowhere by now, or a hub id
+    request   as steps load it: its name, the real folder that its path led to when this was requested, and no
+              `load_inplace`
+    path      as requested: perhaps a link, which may lead elsewhere or nowhere by now, or a hub id
     found     what options found of the whole adapter (`LoRAModel.beside`); {} for a plain one
     names     by which requests may name it
     """
@@ -35,9 +36,9 @@ class Adapter:
 
     version      what new requests get; one object, so that a change of it is never half done
     owner        what brought it: a request id, or "add_lora"
-    generation   of new requests. Each reload that is ordered begins one
-    reloads      generation -> the order of the reload that begins it, while it is to come
-    before       generation -> the version before its reload was ordered, until weights of that generation, or of a
+    generation   of new requests. Each reload that is requested begins one
+    reloads      generation -> the reload that begins it, until it is done
+    before       generation -> the version before its reload was requested, until weights of that generation, or of a
                  later one, have been read
     failures     generation -> what its reload raised, while requests of it do not know
     was_read     whether it has ever been in memory

@@ -82,7 +82,7 @@ class AdapterRegistry:
 
     def compose(self, lora_request: LoRARequest) -> LoRARequest:
         """A request as it is to be taken now, whose adapter is made of others: with these as they are read now, and as
-        an order to read it again if they are others than last time.
+        a reload if they are others than last time.
 
         ValueError for a part that contradicts what is registered, is not known or is being unloaded.
         """
@@ -134,7 +134,7 @@ class AdapterRegistry:
             adapter = Adapter(AdapterVersion(request, lora_request.lora_path, found), owner)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
-            adapter = self._with_order(adapter, lora_request, found)
+            adapter = self._with_reload_of(adapter, lora_request, found)
         if name not in adapter.names:
             adapter.version = adapter.version._replace(names=(*adapter.names, name))
         # All of a change at once: an interrupt may come between any two lines.
@@ -150,19 +150,17 @@ class AdapterRegistry:
         """As `register`, of a request that waits for a version; `find` gives none here (`minivllm.versions`)."""
         raise NotImplementedError
 
-    def _with_order(self, adapter: Adapter, order: LoRARequest, found: Mapping[str, Any]) -> Adapter:
+    def _with_reload_of(self, adapter: Adapter, reload: LoRARequest, found: Mapping[str, Any]) -> Adapter:
         """A copy of the record with one more reload to come, and what new requests find of it."""
-        request, names = self.worker.source.resolve(order), adapter.names
-        at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
-        if order.lora_name in names or not adapter.is_elsewhere(order.lora_path):
+        request, names = self.worker.source.resolve(reload), adapter.names
+        at_once = replace(reload, lora_path=request.lora_path)  # it may be read in a step, long after
+        if reload.lora_name in names or not adapter.is_elsewhere(reload.lora_path):
             request = replace(request, lora_name=adapter.request.lora_name)
         else:
             names = ()
-        version = AdapterVersion(request, order.lora_path, found, names)
-        ordered = self._with_reload(adapter, at_once)
-        return replace(
-            ordered, version=version, before={**adapter.before, ordered.generation: adapter.version}
-        )
+        version = AdapterVersion(request, reload.lora_path, found, names)
+        later = self._with_reload(adapter, at_once)
+        return replace(later, version=version, before={**adapter.before, later.generation: adapter.version})
 
     def named(self, name: str) -> LoRARequest | None:
         """The adapter of that name, under that name; None if none has it."""
@@ -294,14 +292,14 @@ class AdapterRegistry:
         waits = generation in adapter.reloads or self._in_flight(adapter, before=generation)
         return RELOAD_PENDING if waits else None
 
-    def _with_reload(self, adapter: Adapter, order: LoRARequest) -> Adapter:
-        """A copy of the record (`replace`) with one generation more, and the order of its reload in `reloads`.
+    def _with_reload(self, adapter: Adapter, reload: LoRARequest) -> Adapter:
+        """A copy of the record (`replace`) with one generation more, and in `reloads` the reload that begins it.
 
         The record itself stays as it is, and so does its dict of `reloads`. An interrupt may come between any two
-        lines, and half an order is none.
+        lines, and a generation without its reload would wait for ever.
         """
         generation = adapter.generation + 1
-        return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: order})
+        return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: reload})
 
     def remove_lora(self, adapter_id: int) -> bool:
         """Unload: at once, or when the requests that use it have finished. False for an unknown id.
@@ -320,7 +318,7 @@ class AdapterRegistry:
         """Do the reloads, by generation, and then the unload that no request stands in the way of, of all `_noted`.
 
         A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`), and
-        then its order is gone. An unload waits for all unfinished requests of its adapter. Then the worker removes it
+        then leaves `reloads`. An unload waits for all unfinished requests of its adapter. Then the worker removes it
         from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`). Should the worker fail,
         it is not: the next settling tries again.
         """
@@ -341,7 +339,7 @@ class AdapterRegistry:
 
         After any error (`recoverable`) the worker still has the old weights. The error is kept in `failures` for the
         requests of this generation. The adapter's own is then at least the one after it: whoever comes next does not
-        share their fate. The record goes back to the version before the order (`_go_back`), or it would name a folder
+        share their fate. The record goes back to the version before the reload (`_go_back`), or it would name a folder
         that was never read.
         """
         if adapter.id not in self.manager.list_adapters():
@@ -376,7 +374,7 @@ class AdapterRegistry:
         """The version that this generation began with cannot be read. False if none is known that came before it.
 
         The record takes the version before, with those of its names that no other adapter has taken meanwhile. Where
-        another reload has been ordered since, the record is of that one, and a failure of it leads further back.
+        another reload has been requested since, the record is of that one, and a failure of it leads further back.
         """
         version = adapter.before.get(generation)
         later = min((g for g in adapter.before if g > generation), default=None)

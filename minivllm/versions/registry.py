@@ -103,11 +103,11 @@ class VersionedRegistry(AdapterRegistry):
         self.noted.add(adapter_id)
         return lora_request, 0
 
-    def _with_order(self, adapter: Adapter, order: LoRARequest, found: Mapping[str, Any]) -> Adapter:
-        ordered = super()._with_order(adapter, order, found)
-        request = replace(ordered.request, version=adapter.request.version + 1)
-        ordered.version = ordered.version._replace(request=request)
-        return ordered
+    def _with_reload_of(self, adapter: Adapter, reload: LoRARequest, found: Mapping[str, Any]) -> Adapter:
+        later = super()._with_reload_of(adapter, reload, found)
+        request = replace(later.request, version=adapter.request.version + 1)
+        later.version = later.version._replace(request=request)
+        return later
 
     # ---- an update --------------------------------------------------------------------------------------------
 
