@@ -54,14 +54,21 @@ def _runs(values: Sequence) -> Iterator[tuple[object, int, int]]:
 def lines(curves, x=None, axes=None, *, height=3.0, log="", ticks=None, styles=None, colours=None, **labels):
     """A line for each of `curves`, name -> numbers.
 
-    x        of every number, or None: 0, 1, 2, ...    ticks   the numbers to write below
+    x        of every number, as many as the longest has; None: 0, 1, 2, ...    ticks   the numbers to write below
     log      "x", "y" or "xy"                          styles  name -> matplotlib's, such as "--" or "o"
     colours  name -> colour; those that have none take the next of SERIES
     """
     with _on(axes, height) as axes:
         for (name, numbers), colour in zip(curves.items(), cycle(SERIES)):
             colour, style = (colours or {}).get(name, colour), (styles or {}).get(name, "o-")
-            axes.plot(range(len(numbers)) if x is None else x, numbers, style, color=colour, ms=4, label=name)
+            axes.plot(
+                range(len(numbers)) if x is None else x[: len(numbers)],
+                numbers,
+                style,
+                color=colour,
+                ms=4,
+                label=name,
+            )
         axes.set(**{f"{side}scale": "log" for side in log}, **labels)
         if "y" not in log and "ylim" not in labels:
             axes.set_ylim(bottom=0)
@@ -117,6 +124,7 @@ def dots(groups, axes=None, *, height=2.4, colours=COLOURS, spread=0.0, marker="
             axes.plot(*across, marker, color=colours[name], alpha=0.7, ms=4 if spread else 8)
         if spread:
             axes.set_xticks(range(len(groups)), list(groups))
+            axes.set_ylim(bottom=0)
         else:
             axes.set_yticks(range(len(groups)), list(groups))
             axes.set_ylim(-0.6, len(groups) - 0.4)
