@@ -1,4 +1,4 @@
-"""`lab read 5`: the section "Reading vLLM" of a phase's chapter, and vLLM's file where the learner has its wheel."""
+"""`lab read 5`: "Reading vLLM" on the second page of a chapter, and vLLM's file where the learner has its wheel."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from labs.kit.regions import ROOT, LabError
 
 VERSION = "v0.22.1"
 ONLINE = f"https://github.com/vllm-project/vllm/blob/{VERSION}"
-HEADING = "### Reading vLLM\n"
+HEADING = "\n## Reading vLLM\n"
 _FILE = re.compile(r"`(vllm/[\w/]+\.py)`")
 _NAME = re.compile(r"`(?:\w+\.)*([A-Za-z_]\w+)(?:\(\))?`")
 _PARAGRAPH = re.compile(r"\n\n+|\n(?=\d+\. |- )")
@@ -28,10 +28,11 @@ class Reading(NamedTuple):
 
 def reading_of(phase: str) -> Reading:
     """Of a phase, such as 05_slot_manager. LabError where its chapter has no such section."""
-    path = ROOT / "phases" / phase / "README.md"
-    _, heading, rest = path.read_text(encoding="utf-8").partition(HEADING)
+    path = ROOT / "phases" / phase / "in_vllm.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    _, heading, rest = text.partition(HEADING)
     if not heading:
-        raise LabError(f"{path.relative_to(ROOT)} has no section on reading vLLM")
+        raise LabError(f"phases/{phase} has no section on reading vLLM")
     section = re.split(r"^#{2,3} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
     text = re.sub(r"\n{3,}", "\n\n", _ANSWER.sub("\n", section)).strip()
     files: dict[str, list[str]] = {}

@@ -121,7 +121,7 @@ def _documents(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Pat
 
 
 def _chapters(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path, str]]:
-    """Every chapter, with the places where exercises begin in fresh starters."""
+    """Both pages of every chapter, with the places where exercises begin in fresh starters."""
 
     def place(match: re.Match) -> str:
         if match[2] not in exercises:
@@ -131,5 +131,5 @@ def _chapters(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path
         line = next(n for n, line in enumerate(lines, 1) if f"# region lab {exercise.number}:" in line)
         return f"{match[1]}{exercise.starter.relative_to(ROOT)}:{line}"
 
-    for path in sorted(root.glob("phases/*/README.md")):
+    for path in sorted(root.glob("phases/*/*.md")):
         yield path, _PLACE.sub(place, path.read_text(encoding="utf-8"))

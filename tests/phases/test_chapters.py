@@ -1,4 +1,7 @@
-"""Chapters speak of every exercise, cite what exists, and give no answer away before the labs."""
+"""Chapters speak of every exercise, cite what exists, and give no answer away before the labs.
+
+A chapter has two pages: README.md, and in_vllm.md for after the labs.
+"""
 
 import json
 import re
@@ -14,8 +17,10 @@ from tests.tools.vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_n
 
 # Phase 00 is a file to read: it has an exercise, and neither a notebook nor a way through vLLM's source.
 CHAPTERS = [path for path in sorted(ROOT.glob("phases/*/README.md")) if path.parent.name != "00_one_file"]
-BUILT = [path for path in CHAPTERS if path.parent.name in PHASES]  # not that of the incidents
-PARTS = ["Idea", "Mini-build", "Labs", "Check yourself", "In vLLM"]  # answers come after the labs
+SECOND = [path.with_name("in_vllm.md") for path in CHAPTERS]
+BUILT = [path for path in SECOND if path.parent.name in PHASES]  # not that of the incidents
+PARTS = ["Idea", "Mini-build", "Labs", "Check yourself", "The second page"]  # answers come after the labs
+PARTS_IN_VLLM = ["Names and differences", "Reading vLLM", "Beyond vLLM", "Side tracks"]
 VLLM = json.loads(vllm_names.FILE.read_text())
 DEFINED = re.compile(r"def (\w+)\(")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -51,14 +56,26 @@ def our_names():
     return words | {path.name for path in files} | {path.stem for path in files}
 
 
+def sections(path: Path) -> list[str]:
+    return re.findall(r"^## (.*)$", CODE_BLOCK.sub("", path.read_text()), re.M)
+
+
 @pytest.mark.parametrize("path", CHAPTERS, ids=short)
-def test_a_chapter_has_its_five_parts_and_perhaps_side_tracks(path):
-    text = CODE_BLOCK.sub("", path.read_text())
+def test_a_chapter_has_its_five_parts(path):
+    assert sections(path) == PARTS
 
-    found = re.findall(r"^## (.*)$", text, re.M)
 
-    assert found[: len(PARTS)] == PARTS
-    assert found[len(PARTS) :] in ([], ["Side tracks"])
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_a_second_page_has_its_parts_in_order_and_is_one_link_away_in_both_directions(path):
+    second = path.with_name("in_vllm.md")
+    last = path.read_text().split("\n## The second page\n")[1]
+
+    found = sections(second)
+
+    assert found == [part for part in PARTS_IN_VLLM if part in found]
+    assert found[0] == "Names and differences"
+    assert "(in_vllm.md)" in last
+    assert "(README.md)" in second.read_text().partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=short)
@@ -101,7 +118,7 @@ def test_relative_links_lead_somewhere(path):
     assert [target for target in targets if target and not (path.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+@pytest.mark.parametrize("path", [*CHAPTERS, *SECOND], ids=short)
 def test_a_chapter_holds_no_answer(path):
     """An exercise's code stands in solutions/, one link away: nobody reads it by accident."""
     asked = {name for exercise in read_engine().values() for name in DEFINED.findall(exercise.code())}
@@ -130,7 +147,7 @@ def test_a_chapter_links_no_file_with_answers_before_its_labs(path):
 
 @pytest.mark.parametrize("path", BUILT, ids=short)
 def test_a_chapter_leads_through_vllms_source_and_a_test_proves_each_answer(path):
-    section = path.read_text().split("### Reading vLLM\n")[1].partition("\n##")[0]
+    section = path.read_text().split("\n## Reading vLLM\n")[1].partition("\n## ")[0]
     tests = "".join(
         test.read_text() for test in (ROOT / "tests" / f"phase_{path.parent.name[:2]}").glob("test_*.py")
     )

@@ -34,9 +34,7 @@ def parts_of(token: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    return sorted(
-        [*ROOT.glob("phases/*/README.md"), *ROOT.glob("solutions/*/README.md"), *ROOT.glob("docs/*.md")]
-    )
+    return sorted([*ROOT.glob("phases/*/*.md"), *ROOT.glob("solutions/*/README.md"), *ROOT.glob("docs/*.md")])
 
 
 def since() -> str:
