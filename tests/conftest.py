@@ -118,6 +118,14 @@ def pytest_terminal_summary(terminalreporter, config):
         )
 
 
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """The usual one: a tiny model's folder, those of its four adapters, and what PEFT answers with each."""
+    from tests.worlds.engines import tiny_world  # many tests need neither transformers nor PEFT
+
+    return tiny_world(tmp_path_factory)
+
+
 @pytest.fixture(autouse=True)
 def the_process_keeps_its_threads():
     """Else what a later test measures depends on which tests ran before it."""

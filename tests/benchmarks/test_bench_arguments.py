@@ -1,44 +1,28 @@
 """What benchmarks refuse before they load anything, and what they say that there is."""
 
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks import arguments, engine, layer_arguments
 from minivllm.config import DTYPES, EVICTION_POLICIES, PUNICA_BACKENDS, SCHEDULING_POLICIES
-from tests.worlds.waiting import PATIENCE
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["decode", "--repeats", "0"], "--repeats: '0' is not a whole number, 1 or more"),
-        (["decode", "--repeats", "two"], "'two' is not a whole number, 1 or more"),
-        (["decode", "--output-tokens", "1"], "'1' is not a whole number, 2 or more"),
         (["decode", "--requests", "4,0"], "'0' is not a whole number, 1 or more"),
         (["decode", "--requests", "4,,8"], "'4,,8' has an empty entry"),
-        (["decode", "--requests", ""], "has an empty entry"),
         (["decode", "--requests", "8,4,8"], "'8' is named twice"),
         (
             ["decode", "--cases", "base,adapters"],
             "no case 'adapters'; use base, none, a number of adapters, or 8-dora, 8-mix",
         ),
-        (["decode", "--cases", "0"], "no case '0'"),
         (["decode", "--cases", "0-dora"], "no case '0-dora'"),
-        (["decode", "--cases", "base,base"], "'base' is named twice"),
         (["decode", "--device", "gpu"], "there is no 'gpu'; use auto, cpu, cuda or cuda:N"),
         (["decode", "--dtype", "int4"], "there is no 'int4'; use one of auto, float32"),
-        (["decode", "--punica-backend", "cutlass"], "use one of auto, loops, grouped, triton, paged"),
-        (["decode", "--model", "llama-9b"], "there is no 'llama-9b'; use one of llama-"),
-        (["decode", "--rank", "-4"], "'-4' is not a whole number, 1 or more"),
-        (["decode", "--threads", "0"], "'0' is not a whole number, 1 or more"),
         (["serve", "--cases", "base,peft"], "there is no 'peft'; use one of base, lora"),
-        (["serve", "--rate", "0"], "'0' is not a number above 0"),
         (["serve", "--rate", "nan"], "'nan' is not a number above 0"),
         (["serve", "--alpha", "-1"], "'-1' is not a number of at least 0"),
-        (["serve", "--num-requests", "0"], "'0' is not a whole number, 1 or more"),
-        (["switch", "--switches", "0"], "'0' is not a whole number, 1 or more"),
         (["switch", "--slots", "1"], "'1' is not a whole number, 2 or more"),
         (["nothing"], "decode"),
     ],
@@ -66,21 +50,13 @@ def test_options_that_cannot_be_together_are_refused(options, said):
         engine.check_together(engine.parse(options))
 
 
-@pytest.mark.parametrize("command", ["decode", "serve", "switch"])
-def test_what_is_not_given_can_be_measured(command):
-    engine.check_together(engine.parse([command]))
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--case", "verify:1:8:16"], "is not phase:tokens:slots:rank"),
-        (["--case", "decode:0:8:16"], "numbers of at least 1"),
         (["--impl", "paged"], "'paged' is not package.module:make"),
         (["--mix", "random"], "there is no 'random'; use one of uniform, zipf, half, ranks"),
         (["--model", "gpt"], "there is no 'gpt'; use one of"),
-        (["--dtype", "int8"], "there is no 'int8'; use one of float32"),
-        (["--layers", "0"], "'0' is not a whole number, 1 or more"),
     ],
 )
 def test_the_layer_benchmark_does_so_too(capsys, options, said):
@@ -89,13 +65,6 @@ def test_the_layer_benchmark_does_so_too(capsys, options, said):
 
     assert refused.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("module", ["benchmarks.engine", "benchmarks.layer_arguments"])
-def test_options_are_read_without_pytorch(module):
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
 
 
 def test_the_command_says_in_one_sentence_what_cannot_be(capsys):

@@ -8,10 +8,8 @@ from safetensors.torch import load_file
 from benchmarks import engine
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import SHAPES
-from benchmarks.decode import Case
-from benchmarks.measure import run_to_end
 from benchmarks.options import model_folder
-from minivllm import EngineArgs, LLMEngine, SamplingParams
+from minivllm import EngineArgs
 
 WEIGHTS = "adapter_model.safetensors"
 TINY = ["--model", "tiny", "--device", "cpu", "--rank", "4", "--max-model-len", "64"]
@@ -72,15 +70,6 @@ def test_rows_measured_with_other_options_do_not_go_into_one_file(decode_file):
     assert decode_file.read_text() == before
 
 
-def test_a_base_alone_makes_a_file_and_no_picture(tmp_path):
-    path = tmp_path / "base.json"
-
-    engine.main([*DECODE, "--requests", "2", "--cases", "base", "--json", str(path)])
-
-    assert len(json.loads(path.read_text())["rows"]) == 1
-    assert not path.with_suffix(".png").exists()
-
-
 def test_serve_gives_both_engines_the_same_traffic_and_counts_what_slots_cost(tmp_path):
     path = tmp_path / "serve.json"
     lengths = ["--prompt-max", "20", "--output-median", "6", "--output-max", "10"]
@@ -104,17 +93,6 @@ def test_serve_gives_both_engines_the_same_traffic_and_counts_what_slots_cost(tm
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_a_cold_start_reads_every_adapter_that_is_asked_for(tmp_path):
-    path = tmp_path / "serve.json"
-    lengths = ["--prompt-max", "12", "--output-median", "3", "--output-max", "4"]
-    traffic = ["--num-requests", "30", "--rate", "500", "--adapters", "3", "--slots", "2", "--alpha", "0"]
-
-    engine.main(["serve", *TINY, *lengths, *traffic, "--cold", "--cases", "lora", "--json", str(path)])
-
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["loads"] == 3
-
-
 def test_switch_measures_the_copy_alone_and_in_a_step(tmp_path):
     path = tmp_path / "switch.json"
     sizes = ["--switches", "3", "--running", "3", "--prompt-tokens", "5", "--slots", "2", "--adapters", "3"]
@@ -130,23 +108,6 @@ def test_switch_measures_the_copy_alone_and_in_a_step(tmp_path):
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_a_switch_needs_an_adapter_without_a_slot(tmp_path):
-    options = ["switch", *TINY, "--slots", "3", "--adapters", "3", "--json", str(tmp_path / "x.json")]
-
-    with pytest.raises(ValueError, match="more adapters than slots"):
-        engine.main(options)
-
-
-@pytest.mark.parametrize("name", ["0", "-1", "many", ""])
-def test_a_case_of_another_form_is_refused(name):
-    with pytest.raises(ValueError, match="unknown case"):
-        Case.parse(name)
-
-
-def test_an_engine_has_a_slot_for_each_adapter_of_a_case_and_eight_at_least():
-    assert (Case.parse("2").slots, Case.parse("8").slots, Case.parse("32").slots) == (8, 8, 32)
-
-
 def test_adapters_are_folders_of_their_own_that_share_few_files(tmp_path):
     requests = write_adapters(tmp_path, model_folder("tiny"), count=6, rank=4)
 
@@ -157,25 +118,6 @@ def test_adapters_are_folders_of_their_own_that_share_few_files(tmp_path):
     first, second = load_file(files[0]), load_file(files[1])
     assert len(first) == 2 * 7 * 2  # A and B of seven linears in two layers
     assert all(tensor.any() and not tensor.equal(second[name]) for name, tensor in first.items())
-
-
-def test_a_request_that_fails_stops_the_benchmark(tmp_path):
-    args = EngineArgs(
-        model_folder("tiny"),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        device="cpu",
-        enable_lora=True,
-        num_kv_blocks=50,
-        warm_up=False,
-    )
-    tiny = LLMEngine.from_engine_args(args)
-    (adapter,) = write_adapters(tmp_path, model_folder("tiny"), count=1, rank=4)
-    tiny.add_request("r", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=3), lora_request=adapter)
-    (tmp_path / adapter.lora_name / WEIGHTS).unlink()
-
-    with pytest.raises(RuntimeError, match="request 'r' failed"):
-        run_to_end(tiny)
 
 
 @pytest.mark.parametrize("shape", sorted(path.name for path in SHAPES.iterdir()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.impls import base, engine_linear, gathered, looped, paged, sgmv
+from benchmarks.impls import engine_linear, gathered, looped, paged, sgmv
 from tests.tools.device import DEVICE
 
 SLOTS, RANK, WIDTH = 3, 16, 40
@@ -64,25 +64,3 @@ def test_the_ways_of_a_gpu_answer_as_float64_does(make):
     run = make(w.to(DEVICE), a.to(DEVICE), b.to(DEVICE), slices, token_slots, LIVE, "decode")
 
     assert_equal(run(x.to(DEVICE)).cpu(), expected(w, a, b, x, slices))
-
-
-def test_base_adds_nothing():
-    w, a, b, x = problem([24])
-
-    run = base(w, a, b, [24], torch.tensor(TOKEN_SLOTS, dtype=torch.int32), LIVE, "decode")
-
-    assert_equal(run(x), x.double() @ w.double().t())
-
-
-def test_four_slices_are_refused():
-    w, a, b, _ = problem([8, 8, 8, 8])
-
-    with pytest.raises(ValueError, match="4 slices"):
-        engine_linear("loops", w, a, b, [8] * 4, torch.tensor(TOKEN_SLOTS), LIVE)
-
-
-def test_a_prompt_is_not_gathered():
-    w, a, b, _ = problem([24])
-
-    with pytest.raises(ValueError, match="a copy of A and B for each token of a prompt does not fit"):
-        gathered(w, a, b, [24], torch.tensor(TOKEN_SLOTS), LIVE, "prefill")

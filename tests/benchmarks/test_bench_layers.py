@@ -63,26 +63,6 @@ def test_a_picture_is_drawn_beside_the_file(measured):
     assert measured.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_rows_of_other_implementations_are_drawn_from_a_plain_list(tmp_path):
-    path = tmp_path / "peers.json"
-    row = {"case": "decode:1:8:16", "mix": "zipf", "model": "llama-8b", "slots_used": 1, "floor_us": 1.5}
-    row |= {
-        name: {"us": 9.0, "error": 0.1} for name in ("base", "vllm", "benchmarks.impls:paged", "mine:make")
-    }
-    row["sglang_v2"] = {"us": float("nan"), "error": "ImportError: pydantic"}
-    path.write_text(json.dumps([row]))
-
-    layers.main(["--plot-from", str(path)])
-
-    assert path.with_suffix(".png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("text", ["decode:1:8", "verify:1:8:16", "decode:1:8:x", "decode:1:8:16:2"])
-def test_a_case_of_another_form_is_refused(text):
-    with pytest.raises(ValueError):
-        Case.parse(text)
-
-
 def test_every_row_has_a_slot_and_rows_of_a_prompt_have_the_same():
     slots = Case.parse("prefill:50:3:8").token_slots("uniform")
 
@@ -125,19 +105,6 @@ def test_mixed_ranks_leave_zeros_past_the_live_rank():
 def test_an_implementation_that_is_not_there_is_refused_with_those_that_are(spec, said):
     with pytest.raises(ValueError, match=said):
         layers.load_impl(spec)
-
-
-@pytest.mark.nightly
-def test_a_block_is_its_linears_with_norms_rotary_and_activation(tmp_path):
-    path = tmp_path / "block.json"
-    impls = ["--impl", "benchmarks.impls:paged", "--impl", "test_bench_layers:without_adapters"]
-
-    layers.main([*TINY, "--block", *impls, "--case", "prefill:20:2:8", "--json", str(path)])
-
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["block"]
-    assert row["benchmarks.impls:paged"]["us"] > 0 and row["benchmarks.impls:paged"]["error"] < 1e-5
-    assert row["test_bench_layers:without_adapters"]["us"] > 0
 
 
 def test_a_block_computes_the_same_whether_or_not_the_activation_adds_the_adapters():

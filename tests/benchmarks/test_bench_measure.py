@@ -54,10 +54,6 @@ def test_gaps_are_between_tokens_of_the_same_request():
     assert sorted(gaps(token_times(STEPS))) == [1, 1, 1, 1, 2, 2, 3, 5]
 
 
-def test_a_single_token_leaves_no_gap():
-    assert gaps({"a": [3.0]}) == []
-
-
 def test_without_a_step_in_which_all_decode_there_is_no_throughput():
     with pytest.raises(ValueError, match="more output tokens"):
         decode_summary(STEPS[:2], 2)

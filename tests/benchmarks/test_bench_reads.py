@@ -10,12 +10,6 @@ import pytest
 import torch
 
 from benchmarks import reads, reads_beside
-from tests.worlds.engines import tiny_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 class Clocks:

@@ -45,8 +45,3 @@ def test_lengths_are_whole_within_their_limits_and_around_their_median():
     assert all(type(length) is int and 8 <= length <= 400 for length in prompts)
     assert np.median(prompts) == pytest.approx(100, rel=0.06)
     assert max(prompts) == 400 and min(prompts) < 20
-
-
-def test_the_seed_decides():
-    assert traffic(requests=50) == traffic(requests=50)
-    assert traffic(requests=50) != traffic(requests=50, seed=1)

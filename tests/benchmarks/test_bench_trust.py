@@ -46,18 +46,6 @@ def test_other_runs_on_the_h100_are_foretold(judged):
     assert_foretold(foretold_of_pages(judged))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("judged", ["many-16", "many-32"])
-def test_an_h100_that_reads_from_disk_is_foretold_where_reads_scatter_as_they_do_there(judged):
-    """At 32 a second the batch is full for three seconds, in some simulations: half of the requests wait there."""
-    (path,) = on_h100(judged, day=TODAY)
-    measured = measured_in(json.loads(path.read_text()), "lora")
-
-    found = spread(on_h100(*PAGES, day=TODAY), path, times=20)
-
-    assert_foretold({name: (measured[name], middle) for name, (_, middle, _) in found.items()})
-
-
 # The first two are runs by the very same decisions: see below.
 @pytest.mark.nightly
 @pytest.mark.parametrize("judged", ["slots8-32", "slots8-lfu-32", "slots8-affine-32"])
@@ -88,16 +76,6 @@ def test_eight_slots_are_foretold_from_traffic_in_pages_and_decoding_in_slots():
     assert_foretold(
         compare([*on_h100("wait64-base-16", "wait64-elastic-16"), decode], *on_h100("wait64-slots8-16"))
     )
-
-
-@pytest.mark.nightly
-def test_eight_slots_are_foretold_but_for_the_median_wait_by_what_no_slot_was_in():
-    """Half of the requests find a slot at once, and half wait: the median needs what slots' kernels take."""
-    found = compare(on_h100("wait64-base-16", "wait64-elastic-16"), *on_h100("wait64-slots8-16"))
-
-    shares = {name: simulated / measured for name, (measured, simulated) in found.items()}
-    assert shares["tokens_per_second"] == pytest.approx(1, abs=0.05)
-    assert shares["ttft_p99_ms"] == pytest.approx(1, abs=0.20)
 
 
 @pytest.mark.parametrize("judged", [seldom("many-16"), "many-32"])
@@ -136,18 +114,6 @@ def assert_foretold(found):
     assert shares["tokens_per_second"] == pytest.approx(1, abs=0.05)
     assert shares["ttft_p50_ms"] == pytest.approx(1, abs=0.10)
     assert shares["ttft_p99_ms"] == pytest.approx(1, abs=0.20)
-
-
-@pytest.mark.nightly
-def test_half_a_millisecond_decides_the_tail_of_a_short_run():
-    """Its 99th percentile is the fourth-longest wait: whether two prompts met in one step too large for a graph."""
-    fitted = on_h100("wait64-base-16", "wait64-elastic-16", "100-32")
-
-    measured, simulated = compare(fitted, *on_h100("100-32"))["ttft_p99_ms"]
-    least, _, most = spread(fitted, *on_h100("100-32"), times=12)["ttft_p99_ms"]
-
-    assert least < simulated < 1.1 * most and most > 1.3 * least
-    assert least < measured < 1.2 * most
 
 
 @pytest.mark.parametrize(
@@ -192,33 +158,6 @@ def test_the_simulated_engine_decides_as_the_one_on_the_h100_did(name, calls, mo
 
     assert len(row["steps"]) == calls and differing(replayed) <= most
     assert replica.reader.num_reads + replica.counters.reads == row["loads"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("ran", "replayed_as"), [("lru", "lfu"), ("lfu", "lru")])
-def test_whether_the_last_or_the_least_used_adapter_leaves_its_slot_changed_no_step(ran, replayed_as):
-    """So what tells these two runs from each other is chance."""
-    (path,) = on_h100({"lru": "slots8-32", "lfu": "slots8-lfu-32"}[ran])
-    result = json.loads(path.read_text())
-    assert result["options"]["eviction_policy"] == ran
-    result["options"]["eviction_policy"] = replayed_as
-
-    replayed, _ = replay(result, measured_in(result, "lora"))
-
-    assert differing(replayed) == 0
-
-
-@pytest.mark.nightly
-def test_the_simulated_engine_decides_as_that_one_did_until_a_step_read_files_by_itself():
-    """Seven at once, while others ran, for 1.0 s: today's engine does not."""
-    (path,) = on_h100("many-32")
-    result = json.loads(path.read_text())
-
-    replayed, _ = replay(result, measured_in(result, "lora"))
-
-    then, (fault, *_) = replayed[:445], replayed[445:]
-    assert differing(then) == 0 and fault.call.started_s == 7.3703
-    assert fault.call.work.requests == 111 and fault.work.requests == 104
 
 
 def differing(replayed):

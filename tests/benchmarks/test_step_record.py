@@ -6,13 +6,8 @@ import pytest
 
 from benchmarks.step_record import COLUMNS, StepRecord, as_text
 from tests.worlds.ahead import run_ahead
-from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.engines import greedy
 from tests.worlds.models import token_ids
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def record_of(engine, world):

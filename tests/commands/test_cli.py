@@ -9,7 +9,6 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from examples.demo import demo_requests, show
 from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
@@ -101,17 +100,6 @@ def test_adapters_in_a_folder_may_know_the_model_by_another_name(base, adapter, 
     assert json.loads(found.stdout)[0]["adapter"] == "loud"
 
 
-def test_an_adapter_with_a_bias_is_served_with_the_option_that_its_refusal_names(base, tmp_path):
-    config = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"], "lora_bias": True}
-    arguments = ["--adapter", f"x={save_adapter(tmp_path / 'x', base, 3, **config)}", "x: Say hi"]
-
-    refused = generate(base, *arguments)
-    served = generate(base, "--enable-lora-bias", *arguments)
-
-    assert "pass --enable-lora-bias" in str(refused.exception)
-    assert json.loads(served.stdout)[0]["error"] is None
-
-
 @pytest.mark.parametrize("command", ["inspect", "generate"])
 def test_factors_of_longer_contexts_are_numbers_with_commas(base, adapter, command):
     for text, complaint in (("2,x", "not of the form 2.0,4.0"), ("0.5", "numbers of at least 1")):
@@ -129,33 +117,6 @@ def test_factors_of_longer_contexts_are_numbers_with_commas(base, adapter, comma
 )
 def test_a_folder_of_adapters_must_be_there_and_given(base, arguments, complaint):
     assert complaint in str(generate(base, *arguments, "Say hi").exception)
-
-
-def test_weights_may_be_dummies_and_a_device_that_is_not_there_is_an_error(base):
-    real, dummy = (generate(base, "Say hi", "--load-format", f, "--device", "cpu") for f in ("auto", "dummy"))
-
-    assert json.loads(real.stdout)[0]["text"] != json.loads(dummy.stdout)[0]["text"]
-    refused = generate(base, "Say hi", "--device", "cuda:99")
-    assert isinstance(refused.exception, ValueError)
-    assert "cuda:99" in str(refused.exception)
-
-
-def test_a_human_sees_adapter_prompt_and_answer(base, adapter):
-    arguments = [
-        "generate",
-        "--model",
-        str(base),
-        "--max-tokens",
-        "3",
-        "--adapter",
-        f"loud={adapter}",
-        "loud: Say hi",
-    ]
-
-    result = run(app, arguments)
-
-    assert result.exit_code == 0
-    assert "loud: Say hi" in result.stdout
 
 
 def test_inspect_tells_ranks_scaling_and_that_it_fits(base, adapter):
@@ -245,34 +206,6 @@ def test_brackets_in_prompts_and_paths_are_shown_as_they_are(base, tmp_path):
     assert "[/b]" in inspected.stdout
 
 
-def test_brackets_in_an_error_are_shown_as_they_are(monkeypatch, capsys):
-    import sys
-
-    from minivllm.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["minivllm", "generate", "--model", "/nowhere[/b]", "hi"])
-
-    with pytest.raises(SystemExit) as exit_status:
-        main()
-
-    assert exit_status.value.code == 2
-    assert "/nowhere[/b]" in capsys.readouterr().err
-
-
-def test_an_answer_of_the_demo_may_hold_brackets(tmp_path, capsys):
-    answer = {"adapter": "json", "prompt": "a [/b]", "base": "[/b]", "answer": "[red]x"}
-    trace = dict.fromkeys(
-        ["adapters", "steps", "mixed_steps", "loads", "evictions", "skips", "preemptions"], 1
-    )
-    report = {"answers": [answer, {**answer, "adapter": None}], "trace": trace, "requests": 2, "max_loras": 1}
-    report |= {"metrics": {"lora": {"hit_rate": 1.0}}, "tokens": 2, "seconds": 1.0, "tokens_per_second": 2.0}
-    report["threads"] = "1 CPU thread (asked for)"
-
-    show(report, tmp_path)
-
-    assert capsys.readouterr().out.count("[red]x") == 2
-
-
 def test_a_line_ends_at_a_newline_only(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('\ufeff{"prompt": "one\u2028two"}\r\n', encoding="utf-8")
@@ -340,11 +273,6 @@ def test_an_unreadable_prompt_file_is_an_error(tmp_path, data, complaint):
 
     with pytest.raises(ValueError, match=complaint):
         read_prompts(None, file)
-
-
-def test_the_demo_refuses_a_negative_number_of_prompts():
-    with pytest.raises(ValueError, match="per_adapter must be at least 0, got -1"):
-        demo_requests(-1)
 
 
 def test_a_missing_package_is_an_error_of_one_sentence(monkeypatch, capsys):

@@ -21,7 +21,6 @@ from minivllm.config import LoRAConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.errors import EngineDeadError
 from minivllm.models.demo_model import _silence_library_bars
-from tests.tools.nights import by_day
 from tests.worlds.waiting import PATIENCE
 
 run = CliRunner().invoke
@@ -88,16 +87,6 @@ class TestServe:
         [options] = told
         config = LoRAConfig(max_loras=options.get("max_loras"), max_cpu_loras=options.get("max_cpu_loras"))
         assert config.on_device("cpu").max_loras == slots
-
-    @pytest.mark.parametrize("kept", by_day([0, -3], 2))
-    def test_keeps_at_least_one_adapter_in_memory(self, monkeypatch, capsys, kept):
-        command = ["minivllm", "serve", "no-model", "--port", "0", "--max-cpu-loras", str(kept)]
-        monkeypatch.setattr(sys, "argv", command)
-
-        with pytest.raises(SystemExit):
-            main()
-
-        assert "max_cpu_loras must be" in capsys.readouterr().err
 
 
 class TestEngineOptions:
@@ -250,18 +239,6 @@ class TestMessages:
 
         told = "error: the engine's process has ended (killed by signal 9)\n"
         assert capsys.readouterr().err == told
-
-    def test_reach_the_terminal_that_way(self, monkeypatch, capsys):
-        def refuse(*_: object) -> None:
-            raise ValueError(self.RANK)
-
-        monkeypatch.setattr("examples.demo.run_demo", refuse)
-        monkeypatch.setattr(sys, "argv", ["minivllm", "demo"])
-
-        with pytest.raises(SystemExit):
-            main()
-
-        assert "pass max_lora_rank=64 from Python" in capsys.readouterr().err
 
     def test_every_option_that_the_engine_names_is_one_of_some_command(self):
         known = {

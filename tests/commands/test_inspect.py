@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from minivllm.cli import app
-from tests.worlds.engines import tiny_world
 from tests.worlds.spoiled_adapters import (
     A0,
     B0,
@@ -29,11 +28,6 @@ from tests.worlds.spoiled_adapters import (
     edit_config,
     without,
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture

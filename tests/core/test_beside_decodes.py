@@ -13,19 +13,6 @@ def tokens(output):
     return {s.request.request_id: s.num_new_tokens for s in output.scheduled}
 
 
-def test_a_prompt_beside_a_decode_comes_in_chunks():
-    world = world_of(8, max_num_batched_tokens=40)
-    world.add(prompt=[3], max_tokens=9)
-    world.step()
-    world.add(prompt=range(20), max_tokens=1)
-
-    assert [tokens(world.step()) for _ in range(3)] == [
-        {"r0": 1, "r1": 7},
-        {"r0": 1, "r1": 7},
-        {"r0": 1, "r1": 6},
-    ]
-
-
 def test_prompts_that_nobody_decodes_beside_have_the_whole_budget():
     world = world_of(8, max_num_batched_tokens=40)
     world.add(prompt=range(30))

@@ -5,17 +5,8 @@ from collections import Counter
 
 import pytest
 
-from minivllm.core.block_pool import NULL_BLOCK, BlockPool
+from minivllm.core.block_pool import BlockPool
 from tests.oracles.scheduler import World
-
-
-def test_the_null_block_is_never_handed_out():
-    pool = BlockPool(6)
-
-    block_ids = pool.get_new_blocks(5)
-
-    assert sorted(block_ids) == [1, 2, 3, 4, 5]
-    assert NULL_BLOCK not in block_ids
 
 
 def test_asking_for_more_than_is_free_changes_nothing():
@@ -42,31 +33,6 @@ def test_freeing_a_block_twice_is_an_error():
         pool.free_blocks(block_ids)
 
     assert pool.get_num_free_blocks() == 3
-
-
-def test_a_shared_block_is_free_when_its_last_owner_gives_it_back():
-    pool = BlockPool(4)
-    block_ids = pool.get_new_blocks(1)
-    pool.touch(block_ids)
-
-    pool.free_blocks(block_ids)
-    still_owned = block_ids[0] not in pool.free
-    pool.free_blocks(block_ids)
-
-    assert still_owned
-    assert block_ids[0] in pool.free
-
-
-def test_a_freed_block_is_found_until_it_is_handed_out_again():
-    pool = BlockPool(3)
-    (block_id,) = pool.get_new_blocks(1)
-    pool.cache_block(block_id, b"key")
-    pool.free_blocks([block_id])
-    assert pool.get_cached_block(b"key") == block_id
-
-    pool.get_new_blocks(2)
-
-    assert pool.get_cached_block(b"key") is None
 
 
 def test_blocks_nobody_can_find_are_handed_out_before_those_that_can_be_found():
@@ -105,17 +71,6 @@ def test_the_end_of_a_finished_request_is_evicted_before_its_beginning():
     world.run()
 
     assert again.num_cached_tokens == 8
-
-
-def test_of_two_blocks_with_the_same_contents_the_first_is_found():
-    pool = BlockPool(4)
-    one, two = pool.get_new_blocks(2)
-
-    pool.cache_block(one, b"key")
-    pool.cache_block(two, b"key")
-
-    assert pool.get_cached_block(b"key") == one
-    assert two not in pool.hash_of
 
 
 def test_running_requests_share_the_blocks_of_their_prefix():

@@ -7,7 +7,7 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.observe.reports import scheduler_stats
 from minivllm.sampling_params import SamplingParams
-from tests.oracles.scheduler import World, lora
+from tests.oracles.scheduler import World
 
 
 def one_step(scheduler, *token_ids):
@@ -233,15 +233,6 @@ def test_one_id_given_twice_is_ended_once():
     world.check_state()
 
 
-def test_an_error_is_kept_with_the_request():
-    world = World()
-    request = world.add(1)
-
-    world.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR, "file is gone")
-
-    assert (request.status, request.error) == (RequestStatus.FINISHED_ERROR, "file is gone")
-
-
 # A step that could not be computed is dropped.
 
 
@@ -370,8 +361,3 @@ def test_what_a_preempted_request_finds_of_itself_is_not_counted_as_cached_promp
 
     assert second.num_preemptions > 0
     assert first.num_cached_tokens == second.num_cached_tokens == 0
-
-
-def test_a_request_knows_its_adapter():
-    assert Request("r", [1], SamplingParams(), lora(5)).adapter_id == 5
-    assert Request("r", [1], SamplingParams()).adapter_id == 0

@@ -20,7 +20,6 @@ from minivllm.policies.routing import POLICIES
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.errors import MOST_CHARACTERS
 from minivllm.serving.async_llm import AsyncLLM
-from tests.worlds.engines import tiny_world
 from tests.worlds.processes import hold_after
 from tests.worlds.servers import (
     BASE_NAME,
@@ -33,11 +32,6 @@ from tests.worlds.servers import (
     tokenizer_with_template,
 )
 from tests.worlds.waiting import PATIENCE, wait_until
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -186,19 +180,6 @@ def test_an_engine_that_an_order_did_not_reach_carries_it_out_before_it_answers(
     assert after == [answers.text("patterns", "a tale")] * 2
 
 
-def test_a_refused_reload_changes_nothing(client, http, answers, world):
-    broken = world.folder / "broken-for-a-fleet"
-    broken.mkdir(exist_ok=True)
-    (broken / "adapter_config.json").write_bytes((world.path("qv") / "adapter_config.json").read_bytes())
-    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
-
-    refused = order(http, "load", "qv", broken, load_inplace=True)
-
-    assert refused.status_code == 400
-    assert "adapter_model.safetensors" in refused.json()["error"]["message"]
-    assert [text_of(client, "qv") for _ in range(2)] == [answers.text("qv", "a tale")] * 2
-
-
 def test_an_unloaded_adapter_is_nobodys_and_its_name_is_free(client, http, answers, engines, world):
     order(http, "load", "leaving", world.path("mlp")).raise_for_status()
     for _ in range(2):
@@ -241,21 +222,6 @@ def test_an_engine_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error(cli
 
     with pytest.raises(openai.APIError, match="shut down"):
         list(chunks)
-
-
-def test_a_key_stands_in_the_environment_or_in_the_arguments(monkeypatch):
-    monkeypatch.setenv("MINIVLLM_API_KEY", "from the environment")
-
-    assert FleetArgs(model="m").server_settings().api_keys == ("from the environment",)
-    assert FleetArgs(model="m", api_keys=["given"]).server_settings().api_keys == ("given",)
-
-
-def test_whoever_leaves_ends_its_request_in_the_engine(client, engines):
-    stream = client.completions.create(model="qv", prompt="x", stream=True, **{**GREEDY, "max_tokens": 400})
-    next(iter(stream))
-    stream.close()
-
-    wait_until(lambda: not any(each.llm._open for each in engines.replicas))
 
 
 def test_a_fleets_numbers_are_sums_and_an_adapter_is_where_it_was_used_last(client, http):

@@ -12,7 +12,7 @@ import yaml
 
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.manifest import serve_config
-from tests.worlds.engines import OPTIONS, tiny_world
+from tests.worlds.engines import OPTIONS
 from tests.worlds.processes import end_process, parent_pid, tokens_made
 from tests.worlds.servers import BASE_NAME, GREEDY, Answers, order, text_of
 
@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.ray]
 
 PORT = 8719
 FAR_CALLS = (parent_pid, tokens_made, end_process)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def args_of(world, **more):

@@ -6,18 +6,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from minivllm import LoRARequest
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
+from tests.worlds.spoiled_adapters import edit_weights, fill
 
 PROMPT = [5, 6, 7, 8, 9, 10]
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture
@@ -28,49 +22,20 @@ def folder(world, tmp_path):
 
 def rewrite(folder, change):
     """Save other weights in place of the folder's."""
-    path = folder / "adapter_model.safetensors"
-    save_file({name: change(weight) for name, weight in load_file(path).items()}, path)
+    edit_weights(folder, lambda weights: {name: change(weight) for name, weight in weights.items()})
 
 
 def negate(folder):
     rewrite(folder, lambda weight: -weight if weight.shape[0] > weight.shape[1] else weight)
 
 
-def spoil(folder):
-    """Weights that only a look at the numbers can refuse."""
-    rewrite(folder, lambda weight: torch.full_like(weight, float("nan")))
-
-
 def steps(engine, count):
     return [output for _ in range(count) for output in engine.step()]
 
 
-class TestUnload:
-    def test_disturbs_nobody_by_refusing_who_names_the_adapter(self, world):
-        """A refusal changes nothing, so the next call has nothing to mend: who runs keeps its blocks."""
-        engine = world.engine()
-        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
-        engine.step()
-        engine.remove_lora(1)
-        blocks = engine.scheduler.requests["a"].block_ids
-
-        for order in (engine.add_lora, lambda qv: engine.add_request("b", PROMPT, greedy(), lora_request=qv)):
-            with pytest.raises(ValueError, match=r"'qv' .*is being unloaded"):
-                order(world.request("qv"))
-            engine.step()
-
-            assert engine.scheduler.requests["a"].block_ids is blocks
-
-    def test_needs_no_further_step_once_the_last_request_is_aborted(self, world):
-        engine = world.engine()
-        engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
-        engine.step()
-        engine.remove_lora(1)
-
-        engine.abort_request("a")
-
-        assert engine.list_loras() == set()
-        assert not engine.has_unfinished_requests()
+def policy(world, step, tenant, **changes):
+    """As a trainer's next policy comes: the same id, another name and another folder."""
+    return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
 
 
 class TestReload:
@@ -121,22 +86,6 @@ class TestReload:
 
         assert tokens_of(run(engine)["new"]) == answer_of(8)
 
-    def test_that_fails_ends_only_the_requests_that_waited_for_it(self, world, folder, request_of, answer_of):
-        engine = world.engine()
-        old_answer = answer_of(8)
-        engine.add_request("old", PROMPT, greedy(8), lora_request=request_of())
-        engine.add_request("base", PROMPT, greedy(8))
-        engine.step()
-        spoil(folder)
-
-        engine.add_request("new", PROMPT, greedy(8), lora_request=request_of(load_inplace=True))
-
-        outputs = run(engine)
-        assert outputs["new"].outputs[0].finish_reason == "error"
-        assert "NaN" in outputs["new"].error
-        assert tokens_of(outputs["old"]) == old_answer
-        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 8)
-
     @pytest.mark.parametrize("call", ["add_lora", "reload", "remove_lora", "pin_lora"])
     def test_that_fails_inside_another_call_is_told_to_its_own_requests(
         self, world, folder, request_of, call
@@ -145,7 +94,7 @@ class TestReload:
         engine.add_lora(world.request("all"))
         engine.add_request("old", PROMPT, greedy(3), lora_request=request_of())
         engine.step()
-        spoil(folder)
+        fill(folder, float("nan"))
         engine.add_request("new", PROMPT, greedy(3), lora_request=request_of(load_inplace=True))
         while "old" in engine.scheduler.requests:
             engine.step()
@@ -158,37 +107,6 @@ class TestReload:
         }[call]()
 
         assert run(engine)["new"].outputs[0].finish_reason == "error"
-
-    def test_that_fails_after_another_that_failed_is_told_before_a_token_is_computed(
-        self, world, folder, request_of
-    ):
-        """The end of the first one's request is what lets the second one be tried."""
-        engine = world.engine()
-        engine.add_request("old", PROMPT, greedy(3), lora_request=request_of())
-        engine.step()
-        spoil(folder)
-        for request_id in ("new", "newer", "newest"):
-            engine.add_request(request_id, PROMPT, greedy(3), lora_request=request_of(load_inplace=True))
-
-        outputs = run(engine)
-
-        for request_id in ("new", "newer", "newest"):
-            completion = outputs[request_id].outputs[0]
-            assert (completion.finish_reason, completion.token_ids) == ("error", [])
-
-    def test_of_an_adapter_out_of_memory_waits_like_any_load(self, world, folder, request_of, answer_of):
-        engine = world.engine(max_loras=2, max_cpu_loras=2)
-        engine.add_lora(request_of())
-        for name in ("all", "mlp"):
-            engine.add_request(name, PROMPT, greedy(10), lora_request=world.request(name))
-        engine.step()
-        assert 1 not in engine.list_loras()
-
-        engine.add_request("mine", PROMPT, greedy(4), lora_request=request_of(load_inplace=True))
-
-        output = run(engine)["mine"]
-        assert output.error is None
-        assert tokens_of(output) == answer_of(4)
 
     def test_pending_for_an_adapter_that_cannot_be_read_is_dropped_with_it(self, world, folder, request_of):
         engine = world.engine(max_loras=1, max_cpu_loras=1)
@@ -221,50 +139,19 @@ class TestReload:
             expected = world.oracle().greedy("qv", prompt["prompt_token_ids"], 4)
             assert tokens_of(answer) == expected
 
-    def test_keeps_the_pin(self, world, folder, request_of):
-        engine = world.engine()
-        engine.add_lora(request_of())
-        engine.pin_lora(1)
-
-        engine.add_lora(request_of(load_inplace=True))
-
-        assert engine.debug_info()["pinned"] == [1]
-        assert 1 in engine.adapters.manager.lora_index_to_id
-
-    def test_of_an_adapter_that_is_unloaded_meanwhile_ends_with_neither(
-        self, world, folder, request_of, answer_of
-    ):
-        engine = world.engine()
-        engine.add_request("old", PROMPT, greedy(5), lora_request=request_of())
-        engine.step()
-        negate(folder)
-        engine.add_request("new", PROMPT, greedy(5), lora_request=request_of(load_inplace=True))
-        engine.pin_lora(1)
-        engine.remove_lora(1)
-
-        outputs = run(engine)
-
-        assert tokens_of(outputs["new"]) == answer_of(5)
-        assert engine.list_loras() == set()
-        assert engine.debug_info()["pinned"] == []
-        assert engine.adapters.adapters == {} and not engine.adapters.noted
-
 
 class TestAReloadFromAnotherFolder:
     """As a trainer's next policy comes: the same id, a new name and a new folder (vLLM's load_inplace)."""
 
-    def policy(self, world, step, tenant, **changes):
-        return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
-
     def test_serves_the_new_folder_under_the_new_name(self, world):
         engine = world.engine()
-        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
+        engine.add_request("old", PROMPT, greedy(6), lora_request=policy(world, 1, "qv"))
         steps(engine, 2)
 
-        new = self.policy(world, 2, "all", load_inplace=True)
+        new = policy(world, 2, "all", load_inplace=True)
         engine.add_request("new", PROMPT, greedy(6), lora_request=new)
         engine.add_request("by name", PROMPT, greedy(6), lora_request="policy-2")
-        engine.add_request("later", PROMPT, greedy(6), lora_request=self.policy(world, 2, "all"))
+        engine.add_request("later", PROMPT, greedy(6), lora_request=policy(world, 2, "all"))
 
         outputs = run(engine)
         assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
@@ -274,21 +161,21 @@ class TestAReloadFromAnotherFolder:
 
     def test_frees_the_old_name_and_refuses_the_old_folder(self, world):
         engine = world.engine()
-        engine.add_lora(self.policy(world, 1, "qv"))
+        engine.add_lora(policy(world, 1, "qv"))
 
-        engine.add_lora(self.policy(world, 2, "all", load_inplace=True))
+        engine.add_lora(policy(world, 2, "all", load_inplace=True))
 
         with pytest.raises(ValueError, match="adapter 'policy-1' is unknown"):
             engine.add_request("a", PROMPT, greedy(2), lora_request="policy-1")
         with pytest.raises(ValueError, match="lora_int_id 9 belongs to adapter 'policy-2'"):
-            engine.add_request("a", PROMPT, greedy(2), lora_request=self.policy(world, 1, "qv"))
+            engine.add_request("a", PROMPT, greedy(2), lora_request=policy(world, 1, "qv"))
         engine.add_lora(LoRARequest("policy-1", 10, str(world.path("mlp"))))
         engine.add_request("a", PROMPT, greedy(4), lora_request="policy-1")
         assert tokens_of(run(engine)["a"]) == world.oracle().greedy("mlp", PROMPT, 4)
 
     def test_under_its_old_name_keeps_all_its_names(self, world):
         engine = world.engine()
-        engine.add_lora(self.policy(world, 1, "qv"))
+        engine.add_lora(policy(world, 1, "qv"))
         engine.add_lora(LoRARequest("alias", 9, str(world.path("qv"))))
 
         engine.add_lora(LoRARequest("policy-1", 9, str(world.path("all")), load_inplace=True))
@@ -298,34 +185,6 @@ class TestAReloadFromAnotherFolder:
         outputs = run(engine)
         assert tokens_of(outputs["policy-1"]) == tokens_of(outputs["alias"])
         assert tokens_of(outputs["alias"]) == world.oracle().greedy("all", PROMPT, 4)
-
-    def test_does_not_take_another_adapters_name(self, world):
-        engine = world.engine()
-        engine.add_lora(world.request("mlp"))
-        engine.add_lora(self.policy(world, 1, "qv"))
-
-        with pytest.raises(ValueError, match="adapter name 'mlp' belongs to"):
-            engine.add_lora(LoRARequest("mlp", 9, str(world.path("all")), load_inplace=True))
-
-        engine.add_request("a", PROMPT, greedy(4), lora_request="policy-1")
-        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
-
-    def test_many_times_leaves_one_adapter_and_one_name(self, world):
-        engine = world.engine()
-
-        for step in range(20):
-            engine.add_lora(self.policy(world, step, ("qv", "all")[step % 2], load_inplace=True))
-
-        assert engine.list_loras() == {9}
-        assert list(engine.adapters.by_name) == ["policy-19"]
-
-
-def test_loading_what_is_there_answers_true_as_vllm_does(world):
-    engine = world.engine()
-
-    answers = [engine.add_lora(world.request("qv")) for _ in range(2)]
-
-    assert answers == [True, True]
 
 
 def test_debug_info_has_one_state_for_each_adapter(world, folder):
@@ -347,8 +206,9 @@ def test_debug_info_has_one_state_for_each_adapter(world, folder):
 
 
 class TestPin:
-    def test_of_a_third_adapter_while_two_run_takes_the_next_slot_there_is(self, world):
-        engine = world.engine(max_loras=2, max_cpu_loras=4)
+    @pytest.mark.parametrize("memory", [4, 2], ids=["a slot is lacking", "room in memory is, too"])
+    def test_of_a_third_adapter_while_two_run_takes_the_next_slot_there_is(self, world, memory):
+        engine = world.engine(max_loras=2, max_cpu_loras=memory)
         engine.add_lora(world.request("mlp"))
         for name in ("qv", "all"):
             engine.add_request(name, PROMPT, greedy(12), lora_request=world.request(name))
@@ -359,22 +219,6 @@ class TestPin:
         outputs = run(engine)
         assert 3 in engine.adapters.manager.lora_index_to_id
         assert engine.debug_info()["pinned"] == [3]
-        for name in ("qv", "all"):
-            assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 12)
-
-    def test_waits_also_for_room_in_memory(self, world):
-        engine = world.engine(max_loras=2, max_cpu_loras=2)
-        engine.add_lora(world.request("mlp"))
-        for name in ("qv", "all"):
-            engine.add_request(name, PROMPT, greedy(12), lora_request=world.request(name))
-        engine.step()
-        assert engine.list_loras() == {1, 2}
-
-        engine.pin_lora(3)
-
-        outputs = run(engine)
-        assert engine.debug_info()["pinned"] == [3]
-        assert 3 in engine.adapters.manager.lora_index_to_id
         for name in ("qv", "all"):
             assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 12)
 
@@ -408,18 +252,6 @@ class TestPin:
         for name in ("all", "mlp"):
             assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 6)
 
-    def test_of_an_adapter_with_a_broken_folder_changes_nothing(self, world, folder):
-        engine = world.engine(max_loras=1, max_cpu_loras=1)
-        engine.add_lora(LoRARequest("mine", 5, str(folder)))
-        engine.add_lora(world.request("all"))
-        shutil.rmtree(folder)
-
-        with pytest.raises(FileNotFoundError, match="mine"):
-            engine.pin_lora(5)
-
-        assert engine.list_loras() == {2}
-        assert engine.debug_info()["pinned"] == []
-
     def test_can_be_taken_back_before_it_has_got_its_slot(self, world):
         engine = world.engine(max_loras=1, max_cpu_loras=2)
         engine.add_lora(world.request("mlp"))
@@ -437,61 +269,34 @@ class TestPin:
 class TestPinWhileAReloadWaits:
     """Requests that came before the reload have their weights, and what comes after it keeps the slot."""
 
-    def policy(self, world, step, tenant, **changes):
-        return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
-
-    def assert_both_are_right_and_the_pin_holds(self, engine, world, outputs, old="qv", new="all"):
-        assert tokens_of(outputs["old"]) == world.oracle().greedy(old, PROMPT, 6)
-        assert tokens_of(outputs["new"]) == world.oracle().greedy(new, PROMPT, 6)
-        assert engine.debug_info()["pinned"] == [9]
-        assert engine.adapters.manager.pinned_adapters == {9}
-        for name in ("mlp", "patterns", "all"):
-            engine.add_lora(world.request(name))
-        assert 9 in engine.adapters.manager.lora_index_to_id
-
     def test_reads_what_the_requests_before_it_were_promised(self, world):
         engine = world.engine()
-        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
-        new = self.policy(world, 2, "all", load_inplace=True)
+        engine.add_request("old", PROMPT, greedy(6), lora_request=policy(world, 1, "qv"))
+        new = policy(world, 2, "all", load_inplace=True)
         engine.add_request("new", PROMPT, greedy(6), lora_request=new)
 
         assert engine.pin_lora(9)
 
         assert engine.adapters.manager.pinned_adapters == {9}
-        self.assert_both_are_right_and_the_pin_holds(engine, world, run(engine))
-
-    def test_that_was_ordered_before_it_does_so_too(self, world):
-        """It waits for room in memory, which comes when the reload is ordered already."""
-        engine = world.engine(max_loras=2, max_cpu_loras=2)
-        engine.add_lora(self.policy(world, 1, "qv"))
-        for name in ("mlp", "patterns"):
-            engine.add_request(name, PROMPT, greedy(9), lora_request=world.request(name))
-        engine.step()
-        assert engine.list_loras() == {3, 4}
-        engine.pin_lora(9)
-        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
-        new = self.policy(world, 2, "all", load_inplace=True)
-        engine.add_request("new", PROMPT, greedy(6), lora_request=new)
-
         outputs = run(engine)
-
         assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
         assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 6)
-        assert engine.adapters.manager.pinned_adapters == {9}
+        assert engine.debug_info()["pinned"] == [9]
+        for name in ("mlp", "patterns", "all"):
+            engine.add_lora(world.request(name))
+        assert 9 in engine.adapters.manager.lora_index_to_id
 
-    @pytest.mark.parametrize("reread", [True, False])
-    def test_does_not_change_the_weights_of_a_request_that_was_preempted(self, world, reread):
+    def test_does_not_change_the_weights_of_a_request_that_was_preempted(self, world):
         """Half of its answer is there. Its adapter has made way for another one, in slot and in memory."""
         engine = world.engine(max_loras=1, max_cpu_loras=1, max_lora_wait_steps=2)
-        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
+        engine.add_request("old", PROMPT, greedy(6), lora_request=policy(world, 1, "qv"))
         engine.add_request("other", PROMPT, greedy(6), lora_request=world.request("mlp"))
         while 9 in engine.list_loras() or not engine.list_loras():
             assert engine.step() is not None
         assert engine.scheduler.requests["old"].num_output_tokens > 0
-        new = self.policy(world, 2, "all", load_inplace=True)
+        new = policy(world, 2, "all", load_inplace=True)
         engine.add_request("new", PROMPT, greedy(6), lora_request=new)
-        if reread:
-            engine.abort_request("other")
+        engine.abort_request("other")
 
         engine.pin_lora(9)
 
@@ -499,23 +304,6 @@ class TestPinWhileAReloadWaits:
         assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
         assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 6)
         assert engine.adapters.manager.pinned_adapters == {9}
-
-    def test_holds_after_a_reload_that_fails(self, world, folder):
-        spoil(folder)
-        engine = world.engine()
-        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "all"))
-        engine.add_request(
-            "new", PROMPT, greedy(6), lora_request=LoRARequest("policy-2", 9, str(folder), load_inplace=True)
-        )
-        engine.pin_lora(9)
-
-        outputs = run(engine)
-
-        assert tokens_of(outputs["old"]) == world.oracle().greedy("all", PROMPT, 6)
-        assert "NaN" in outputs["new"].error
-        assert engine.adapters.manager.pinned_adapters == {9}
-        engine.add_request("later", PROMPT, greedy(6), lora_request="policy-1")
-        assert tokens_of(run(engine)["later"]) == world.oracle().greedy("all", PROMPT, 6)
 
 
 class TestOverflow:
@@ -554,23 +342,6 @@ class TestOwnership:
 
         engine.add_request("b", PROMPT, greedy(4), lora_request=world.request("all", lora_int_id=1))
         assert tokens_of(run(engine)["b"]) == world.oracle().greedy("all", PROMPT, 4)
-
-    def test_an_adapter_evicted_from_memory_keeps_its_id(self, world):
-        engine = world.engine(max_loras=1, max_cpu_loras=1)
-        engine.add_lora(world.request("qv"))
-        engine.add_lora(world.request("all"))
-
-        with pytest.raises(ValueError, match="lora_int_id 1 belongs to adapter 'qv'"):
-            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("mlp", lora_int_id=1))
-
-    def test_a_folder_deleted_after_it_was_read_is_not_missed(self, world, folder):
-        engine = world.engine()
-        engine.add_lora(LoRARequest("mine", 5, str(folder)))
-        shutil.rmtree(folder)
-
-        engine.add_request("a", PROMPT, greedy(4), lora_request=LoRARequest("mine", 5, str(folder)))
-
-        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
 
 
 class TestAPathThatLeadsElsewhere:
@@ -615,19 +386,6 @@ class TestAPathThatLeadsElsewhere:
         outputs = run(engine)
         assert engine.get_metrics()["lora"]["loads"] > 2, "it was read once"
         assert tokens_of(outputs["a"]) == world.oracle().greedy("all", PROMPT, 9)
-
-    def test_while_a_reload_waits_changes_nothing_about_what_is_read(self, world, link):
-        engine, current = world.engine(), LoRARequest("current", 7, str(link))
-        engine.add_request("old", PROMPT, greedy(4), lora_request=world.request("qv", lora_int_id=7))
-        engine.step()
-        reload = replace(current, load_inplace=True)
-        engine.add_request("new", PROMPT, greedy(4), lora_request=reload)
-
-        self.turn(link, world)
-
-        outputs = run(engine)
-        assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 4)
-        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 4)
 
     def test_or_nowhere_is_the_adapters_by_its_text(self, world, link):
         engine, current = world.engine(), LoRARequest("current", 7, str(link))

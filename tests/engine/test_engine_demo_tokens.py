@@ -3,7 +3,6 @@ transformers + PEFT give for each alone.
 """
 
 import gc
-import random
 
 import pytest
 
@@ -79,15 +78,6 @@ def test_every_token_is_the_one_that_transformers_and_peft_pick(first_run, pairs
         assert tokens == likeliest, f"{number} ({adapter}): differs by {max(lead):.2g} in a logit"
 
 
-@pytest.mark.nightly
-def test_generate_of_transformers_says_the_same(first_run, pairs, oracle):
-    outputs, _ = first_run
-
-    for adapter in (None, *NAMES):
-        number = next(i for i, (name, _) in enumerate(pairs) if name == adapter)
-        assert tokens_of(outputs[number]) == oracle.generate(adapter, pairs[number][1]), adapter
-
-
 def test_answers_end_where_the_model_ends_them(first_run, oracle):
     outputs, _ = first_run
     end = oracle.tokenizer.eos_token_id
@@ -109,48 +99,3 @@ def test_the_run_had_evictions_chunks_preemptions_and_hits_within_adapters(first
     for record in engine.trace.records:
         assert len({row.adapter for row in record.rows} - {None}) <= 2
         assert all(row.adapter == pairs[int(row.request)][0] for row in record.rows)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_batched_tokens": 37, "max_loras": 1, "max_cpu_loras": 1, "block_size": 8},
-        {
-            "max_loras": 4,
-            "num_kv_blocks": 400,
-            "max_num_batched_tokens": 4096,
-            "enable_prefix_caching": False,
-        },
-    ],
-    ids=["one slot, chunks of 37", "room for all"],
-)
-def test_order_chunks_slots_and_cache_change_no_token(first_run, base, pairs, options):
-    outputs, _ = first_run
-    order = random.Random(1).sample(range(len(pairs)), len(pairs))
-    llm = make_llm(base, **{"num_kv_blocks": 60, **options})
-
-    again = serve(llm, pairs, order)
-
-    assert {n: tokens_of(output) for n, output in again.items()} == {
-        n: tokens_of(output) for n, output in outputs.items()
-    }
-
-
-def test_a_stop_string_across_two_tokens_cuts_the_answer(first_run, base, pairs, oracle):
-    outputs, _ = first_run
-    llm = make_llm(base)
-    for number in [i for i, (name, _) in enumerate(pairs) if name == "json"][:2]:
-        adapter, prompt = pairs[number]
-        ids = [i for i in tokens_of(outputs[number]) if i != oracle.tokenizer.eos_token_id]
-        before, after = oracle.tokenizer.decode(ids[:6]), oracle.tokenizer.decode(ids[:7])
-        stop = before[-1] + after[len(before) :]
-
-        [answer] = llm.generate(
-            prompt, greedy(NUM_TOKENS, stop=stop), use_tqdm=False, lora_request=lora(adapter)
-        )
-
-        whole = outputs[number].outputs[0].text
-        completion = answer.outputs[0]
-        assert completion.text == whole[: whole.index(stop)]
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)

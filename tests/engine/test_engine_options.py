@@ -6,15 +6,10 @@ import shutil
 import pytest
 import torch
 
-from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
+from minivllm import LLM, EngineArgs, LLMEngine
 from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, parse_device
-from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
-from tests.worlds.models import character_tokenizer, token_ids
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
+from tests.worlds.engines import OPTIONS, greedy, run
+from tests.worlds.models import token_ids
 
 
 @pytest.fixture
@@ -148,16 +143,6 @@ class TestDummyWeights:
 
 
 class TestWithoutTokenizer:
-    def test_answers_are_the_same_tokens_without_text(self, world):
-        prompt = {"prompt_token_ids": token_ids(6, 1)}
-
-        llm = LLM(str(world.base), **OPTIONS, skip_tokenizer_init=True)
-        [output] = llm.generate(prompt, greedy(4), use_tqdm=False)
-
-        assert llm.get_tokenizer() is None
-        assert tokens_of(output) == world.oracle().greedy(None, prompt["prompt_token_ids"], 4)
-        assert output.outputs[0].text == ""
-
     def test_text_and_chats_are_refused(self, world):
         llm = LLM(str(world.base), **OPTIONS, skip_tokenizer_init=True)
 
@@ -171,11 +156,3 @@ class TestWithoutTokenizer:
 def test_a_share_of_the_gpu_is_a_number_up_to_1(share):
     with pytest.raises(ValueError, match="gpu_memory_utilization must be a number in"):
         CacheConfig(gpu_memory_utilization=share)
-
-
-def test_a_tokenizer_of_the_folder_is_used_unless_told_otherwise(world):
-    llm = LLM(str(world.base), **OPTIONS)
-
-    [output] = llm.generate("abc", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
-
-    assert output.prompt_token_ids == character_tokenizer()("abc")["input_ids"]

@@ -11,15 +11,10 @@ import torch
 from minivllm import SamplingParams
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.output_processor import OutputProcessor
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.models import character_tokenizer, token_ids
 
 PROMPT = token_ids(9, 2)
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture
@@ -68,62 +63,14 @@ class TestDeltas:
         assert engine.get_metrics()["scheduler"]["num_preemptions"] > 0
         return params, streams
 
-    def test_add_up_at_every_step(self, streams):
-        _, streams = streams
-
-        for outputs in streams.values():
-            text, ids = "", []
-            for output in outputs:
-                completion = output.outputs[0]
-                text += completion.delta_text
-                ids += completion.delta_token_ids
-                assert (completion.text, completion.token_ids) == (text, ids)
-
-    def test_bring_a_token_a_step_and_one_end(self, streams):
-        _, streams = streams
-
-        for outputs in streams.values():
-            assert all(len(output.outputs[0].delta_token_ids) == 1 for output in outputs)
-            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-            assert [o.outputs[0].finish_reason is None for o in outputs] == [not o.finished for o in outputs]
-
-    def test_make_the_text_that_the_tokenizer_makes_of_the_tokens(self, streams, tokenizer):
+    def test_add_up_and_the_last_one_is_what_its_parameters_and_the_tokenizer_say(self, streams, tokenizer):
         params, streams = streams
 
         for request_id, outputs in streams.items():
-            completion, param = outputs[-1].outputs[0], params[request_id]
-            ids = completion.token_ids
-            if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
-                ids = ids[:-1]  # a token that ends a request has no text
-            whole = tokenizer.decode(ids, skip_special_tokens=param.skip_special_tokens)
-            if not param.detokenize:
-                assert completion.text == ""
-            elif isinstance(completion.stop_reason, str):
-                stop = completion.stop_reason
-                assert whole.startswith(completion.text)
-                assert completion.text.endswith(stop) == param.include_stop_str_in_output
-                assert whole.endswith(stop)
-            else:
-                assert completion.text == whole
+            assert_adds_up(outputs)
+            assert_ends_as_asked(outputs[-1].outputs[0], params[request_id], tokenizer)
 
-    def test_never_show_a_stop_string_that_is_not_wanted(self, streams):
-        params, streams = streams
-
-        for request_id, outputs in streams.items():
-            param = params[request_id]
-            if param.stop and not param.include_stop_str_in_output and not param.min_tokens:
-                assert not any(stop in outputs[-1].outputs[0].text for stop in param.stop)
-
-    def test_keep_to_the_length_asked_for(self, streams):
-        params, streams = streams
-
-        for request_id, outputs in streams.items():
-            completion, param = outputs[-1].outputs[0], params[request_id]
-            assert param.min_tokens <= len(completion.token_ids) <= param.max_tokens
-            if completion.finish_reason == "length":
-                assert len(completion.token_ids) == param.max_tokens
-
-    def test_cover_every_way_to_end(self, streams):
+    def test_come_with_every_way_to_end(self, streams):
         """The assertions above are worth something only if all of it happened."""
         _, streams = streams
         last = [outputs[-1].outputs[0] for outputs in streams.values()]
@@ -132,9 +79,39 @@ class TestDeltas:
         assert {type(completion.stop_reason) for completion in last} == {str, int, type(None)}
 
 
+def assert_adds_up(outputs):
+    """A token with each output, and one end."""
+    text, ids = "", []
+    for output in outputs:
+        completion = output.outputs[0]
+        text += completion.delta_text
+        ids += completion.delta_token_ids
+        assert (completion.text, completion.token_ids) == (text, ids)
+        assert len(completion.delta_token_ids) == 1
+        assert (completion.finish_reason is None) == (not output.finished)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def assert_ends_as_asked(completion, param, tokenizer):
+    ids, stop = completion.token_ids, completion.stop_reason
+    if completion.finish_reason == "stop" and not isinstance(stop, str):
+        ids = ids[:-1]  # a token that ends a request has no text
+    whole = tokenizer.decode(ids, skip_special_tokens=param.skip_special_tokens)
+    if not param.detokenize:
+        assert completion.text == ""
+    elif isinstance(stop, str):
+        assert whole.startswith(completion.text) and whole.endswith(stop)
+        assert completion.text.endswith(stop) == param.include_stop_str_in_output
+    else:
+        assert completion.text == whole
+    if param.stop and not param.include_stop_str_in_output and not param.min_tokens:
+        assert not any(stop in completion.text for stop in param.stop)
+    assert param.min_tokens <= len(completion.token_ids) <= param.max_tokens
+    assert completion.finish_reason != "length" or len(completion.token_ids) == param.max_tokens
+
+
 class TestStopStrings:
-    @pytest.mark.parametrize("start", range(6))
-    @pytest.mark.parametrize("adapter", [None, "all"])
+    @pytest.mark.parametrize(("adapter", "start"), [(None, 0), (None, 4), ("all", 3), ("all", 5)])
     def test_that_straddle_tokens_cut_the_text_before_them(self, world, tokenizer, start, adapter):
         """Nearly every token of this tokenizer is one character, so that three characters are three tokens."""
         ids = world.oracle().greedy(adapter, PROMPT, 12)
@@ -181,7 +158,7 @@ class TestStopStrings:
 
 
 class TestLogprobs:
-    @pytest.mark.parametrize("adapter", [None, "qv", "all", "mlp", "patterns"])
+    @pytest.mark.parametrize("adapter", [None, "all", "patterns"])
     def test_are_those_of_transformers_and_peft(self, world, adapter):
         engine = world.engine(max_num_batched_tokens=6)
         engine.add_request("other", PROMPT, sampled(seed=1), lora_request=world.request("all"))
@@ -228,9 +205,8 @@ class TestSeeds:
         engine.add_request("a", PROMPT, params, lora_request=world.request(adapter))
         return tokens_of(run(engine)["a"])
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_make_a_request_its_own_whatever_it_is_batched_with(self, world, seed):
-        rng = random.Random(seed)
+    def test_make_a_request_its_own_whatever_it_is_batched_with(self, world):
+        rng = random.Random(0)
         engine = world.engine(num_kv_blocks=20, max_num_batched_tokens=12, max_num_seqs=4)
         adapters = [None, *world.names] * 2
         rng.shuffle(adapters)
@@ -243,11 +219,6 @@ class TestSeeds:
         for i, adapter in enumerate(adapters):
             if i % 3:
                 assert tokens_of(outputs[str(i)]) == self.alone(world, adapter, sampled(seed=i)), i
-
-    def test_differ_in_what_they_draw(self, world):
-        answers = {tuple(self.alone(world, "all", sampled(seed=seed))) for seed in range(6)}
-
-        assert len(answers) > 3
 
     def test_draw_from_the_adapters_own_distribution(self, world):
         """One token of many seeds: as often as transformers + PEFT says, within five standard deviations."""

@@ -7,11 +7,10 @@ import shutil
 from itertools import product
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from minivllm import LoRARequest
 from tests.worlds.engines import greedy, run, tiny_world, tokens_of
-from tests.worlds.models import character_tokenizer
+from tests.worlds.spoiled_adapters import fill
 from tests.worlds.tokens import TokenSet, V
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -23,11 +22,6 @@ WAYS = [(order, runs) for order in ("add_lora", "request") for runs in (False, T
 by_way = pytest.mark.parametrize(
     ("order", "runs"), WAYS, ids=[f"{o}-{'waits' if r else 'idle'}" for o, r in WAYS]
 )
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +37,7 @@ def tokens(tmp_path_factory):
 
 
 def spoiled(source, folder):
-    path = shutil.copytree(source, folder) / "adapter_model.safetensors"
-    save_file({name: weight * float("nan") for name, weight in load_file(path).items()}, path)
+    fill(shutil.copytree(source, folder), float("nan"))
     return folder
 
 
@@ -193,16 +186,6 @@ def test_a_name_that_another_adapter_has_taken_meanwhile_stays_that_ones(world, 
         engine.add_request("refused", PROMPT, greedy(2), lora_request=old)
 
 
-def test_the_names_of_the_bad_folder_are_free_again(world, bad):
-    engine = world.engine()
-    engine.add_lora(policy(1, world.path("qv")))
-    order_reload(engine, policy(2, bad["all"], load_inplace=True), "add_lora")
-
-    engine.add_lora(LoRARequest("policy-2", 10, str(world.path("mlp"))))
-
-    assert answer(engine, "policy-2") == world.oracle().greedy("mlp", PROMPT, 6)
-
-
 def test_one_that_is_refused_for_lack_of_memory_changes_nothing(world):
     engine = world.engine(max_loras=1, max_cpu_loras=1)
     engine.add_lora(policy(1, world.path("qv")))
@@ -333,19 +316,3 @@ class TestWhatPromptsDependOn:
 
         with pytest.raises(ValueError, match="prompt token ids"):
             engine.add_request("new token", [5, V], greedy(4), lora_request=policy(1, plain))
-
-    @by_way
-    def test_is_read_with_its_tokenizer(self, tokens, tmp_path, order, runs):
-        mine = shutil.copytree(tokens.path("cats"), tmp_path / "mine")
-        theirs = spoiled(tokens.path("dogs"), tmp_path / "theirs")
-        for folder, word in ((mine, "<meow>"), (theirs, "<woof>")):
-            own = character_tokenizer()
-            own.add_tokens([word])
-            own.save_pretrained(folder)
-        engine = tokens.engine(character_tokenizer(), lora_extra_vocab_size=4)
-        engine.add_lora(policy(1, mine))
-
-        order_reload(engine, policy(2, theirs, load_inplace=True), order, runs, policy(1, mine))
-
-        assert engine.get_tokenizer(policy(1, mine))("<meow>")["input_ids"] == [V]
-        assert len(engine.get_tokenizer(policy(1, mine))("<woof>")["input_ids"]) > 1

@@ -1,17 +1,16 @@
 """What one request, one adapter or one step raises: it ends that one, and the others have the tokens of PEFT."""
 
-import math
-from operator import attrgetter
+import shutil
 
 import pytest
 
 from labs.kit.overlay import Todo
 from minivllm import LoRARequest, SamplingParams
-from minivllm.errors import message_of
 from minivllm.layers import sampler
 from minivllm.text.detokenizer import IncrementalDetokenizer
 from tests.oracles.invariants import check_engine
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
+from tests.worlds.spoiled_adapters import fill
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -20,13 +19,8 @@ class PanicException(BaseException):
     """Named and derived like what pyo3 makes of a panic in a Rust library."""
 
 
-# The first place where something is raised has all of them, the others the last one: no `except Exception` catches it.
-FAULTS = [MemoryError(), OverflowError("int too large"), KeyError("weight"), PanicException("panicked")]
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
+# The first place where something is raised has both, the others the last one: no `except Exception` catches it.
+FAULTS = [MemoryError(), PanicException("panicked")]
 
 
 def tenants(engine, world, names=(None, "qv", "all"), length=6):
@@ -118,25 +112,6 @@ class TestOneRow:
 
 
 class TestOneAdapter:
-    def test_that_cannot_be_read_ends_its_requests_alone(self, world, monkeypatch):
-        error = PanicException("panicked")
-        engine = world.engine(max_loras=3)
-        tenants(engine, world, [None, "qv", "all", "mlp"])
-        worker = engine.adapters.worker
-        load = worker.source.load
-
-        def loaded(request, **kwargs):
-            if request.lora_name == "all":
-                raise error
-            return load(request, **kwargs)
-
-        monkeypatch.setattr(worker.source, "load", loaded)
-
-        outputs = run(engine)
-
-        assert type(error).__name__ in outputs["all"].error
-        assert_served(world, outputs, [None, "qv", "mlp"])
-
     def test_that_cannot_be_copied_into_its_slot_ends_its_requests_alone(self, world, monkeypatch):
         error = PanicException("panicked")
         engine = world.engine(max_loras=3)
@@ -160,27 +135,6 @@ class TestOneAdapter:
 class TestAPass:
     """Nothing of a step is committed before its pass is through, so the requests of the step end, and no other."""
 
-    @pytest.mark.parametrize(
-        "where", ["runner.launch_model", "runner.model.compute_logits", "runner.sample_tokens"]
-    )
-    def test_that_fails_ends_the_requests_of_its_step(self, world, monkeypatch, where):
-        error = PanicException("panicked")
-        engine = world.engine(max_num_seqs=2)
-        tenants(engine, world)
-        part, _, name = where.rpartition(".")
-
-        def failing(*args):
-            raise type(error)(*error.args)  # the same object may be noted as another adapter's fault by now
-
-        with monkeypatch.context() as patch:
-            patch.setattr(attrgetter(part)(engine), name, failing)
-            ended = engine.step()
-
-        assert {o.request_id: o.error for o in ended} == dict.fromkeys(["None", "qv"], message_of(error))
-        assert all(output.outputs[0].finish_reason == "error" for output in ended)
-        assert_served(world, run(engine), ["all"])
-        check_engine(engine, [])
-
     def test_that_fails_late_leaves_the_tokens_of_the_steps_before(self, world, monkeypatch):
         engine = world.engine()
         tenants(engine, world, length=6)
@@ -197,28 +151,12 @@ class TestAPass:
         tenants(engine, world)
         assert_served(world, run(engine))
 
-    def test_that_fails_leaves_nothing_of_it_in_the_prefix_cache(self, world, monkeypatch):
-        engine = world.engine()
-        engine.add_request("a", [*PROMPT, *PROMPT], greedy(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, "launch_model", lambda *args: 1 / 0)
-            engine.step()
-        engine.add_request("b", [*PROMPT, *PROMPT], greedy(6))
-
-        output = run(engine)["b"]
-
-        assert output.num_cached_tokens == 0
-        assert tokens_of(output) == world.oracle().greedy(None, [*PROMPT, *PROMPT], 6)
-
     def test_that_fails_does_not_swallow_a_request_that_ended_before_the_pass(
         self, world, monkeypatch, tmp_path
     ):
         """A failed reload ends "new" while the step is prepared; then the pass fails and ends "base"."""
         engine = world.engine()
-        folder = tmp_path / "mine"
-        folder.mkdir()
-        for file in world.path("qv").iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
+        folder = shutil.copytree(world.path("qv"), tmp_path / "mine")
         mine = LoRARequest("mine", 9, str(folder))
         engine.add_request("old", PROMPT, greedy(2), lora_request=mine)
         run(engine)
@@ -226,7 +164,7 @@ class TestAPass:
         engine.add_request(
             "new", PROMPT, greedy(2), lora_request=LoRARequest("mine", 9, str(folder), load_inplace=True)
         )
-        damage(folder)
+        fill(folder, float("nan"))
         with monkeypatch.context() as patch:
             patch.setattr(engine.runner.model, "compute_logits", lambda *args: 1 / 0)
             outputs = {output.request_id: output for output in engine.step()}
@@ -247,11 +185,3 @@ class TestAPass:
         assert "ZeroDivisionError" in output.error
         assert run(engine) == {}, "it ended a second time"
         check_engine(engine, [])
-
-
-def damage(folder):
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    path = folder / "adapter_model.safetensors"
-    save_file({n: torch.full_like(w, math.nan) for n, w in load_file(path).items()}, path)

@@ -13,19 +13,13 @@ import weakref
 import pytest
 
 from labs.kit.overlay import Todo
-from minivllm import SamplingParams
 from minivllm.errors import EngineDeadError
 from tests.oracles.invariants import check_engine, check_slot_contents
-from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
+from tests.worlds.engines import OPTIONS, greedy, tokens_of
 from tests.worlds.waiting import PATIENCE, wait_until
 
 PROMPT = [5, 6, 7, 8, 9]
 LONG = 200
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture
@@ -152,51 +146,6 @@ def test_a_thread_that_calls_the_engine_itself_ends_no_callers_requests(world, l
         assert tokens_of(answers[0]) == world.oracle().greedy(None, PROMPT, 10 + int(name))
 
 
-def test_several_answers_come_back_to_each_of_several_callers(world, llm):
-    params = SamplingParams(temperature=1.2, seed=5, n=3, max_tokens=40, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [*PROMPT, i]} for i in range(3)]
-
-    def call():
-        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=world.request("qv"))
-        return [[answer.token_ids for answer in output.outputs] for output in outputs]
-
-    expected = call()
-    answers = Threads(**{str(i): call for i in range(4)}).join()
-
-    assert list(answers.values()) == [expected] * 4
-
-
-def test_a_refused_prompt_refuses_its_call_alone_and_none_of_it_is_added(world, llm):
-    first = Threads(first=lambda: ask(llm, length=LONG))
-    begun(llm, 1)
-
-    with pytest.raises(ValueError, match="empty prompt"):
-        llm.generate([{"prompt_token_ids": PROMPT}, {"prompt_token_ids": []}], greedy(9), use_tqdm=False)
-    assert llm.llm_engine.get_num_unfinished_requests() <= 1
-
-    assert tokens_of(first.join()["first"][0]) == world.oracle().greedy(None, PROMPT, LONG)
-
-
-def test_texts_and_tokenizers_are_for_all_threads(world, llm):
-    first = Threads(first=lambda: ask(llm, length=LONG))
-    begun(llm, 1)
-
-    assert llm.get_tokenizer(world.request("qv")).decode([40]) == llm.llm_engine.tokenizer.decode([40])
-    assert llm.generate("text", greedy(3), use_tqdm=False)[0].prompt == "text"
-
-    assert tokens_of(first.join()["first"][0]) == world.oracle().greedy(None, PROMPT, LONG)
-
-
-def test_a_reload_by_one_thread_waits_for_the_others(world, llm):
-    first = Threads(first=lambda: ask(llm, world.request("qv"), LONG))
-    begun(llm, 1)
-
-    [output] = ask(llm, world.request("qv", load_inplace=True), 9)
-
-    assert tokens_of(output) == world.oracle().greedy("qv", PROMPT, 9)
-    assert tokens_of(first.join()["first"][0]) == world.oracle().greedy("qv", PROMPT, LONG)
-
-
 class TestCtrlC:
     def test_ends_the_requests_of_the_main_threads_call_alone(self, world, llm, monkeypatch):
         def interrupt(rows):
@@ -274,16 +223,6 @@ class TestAnEngineThatEnded:
         assert all(isinstance(error, Todo) or type(error).__name__ in str(a) for a in answers.values())
         with pytest.raises(EngineDeadError, match="make a new engine"):
             ask(llm)
-
-    def test_an_error_of_a_pass_ends_the_requests_of_the_step_and_the_next_call_is_right(
-        self, world, llm, monkeypatch
-    ):
-        with monkeypatch.context() as patch:
-            before_steps(patch, llm, lambda rows: 1 / 0)
-            outputs = llm.generate([{"prompt_token_ids": PROMPT}] * 2, greedy(4), use_tqdm=False)
-
-        assert ["ZeroDivisionError" in output.error for output in outputs] == [True, True]
-        assert tokens_of(ask(llm)[0]) == world.oracle().greedy(None, PROMPT, 12)
 
     def test_a_call_by_the_engines_own_thread_is_refused(self, world, llm, monkeypatch):
         refused = []

@@ -7,9 +7,10 @@ from operator import attrgetter
 import pytest
 
 from labs.kit.overlay import Todo
+from minivllm.engine.llm_engine import EngineBusy
 from minivllm.errors import EngineDeadError
 from tests.oracles.invariants import check_engine
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.waiting import PATIENCE
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -24,12 +25,6 @@ CALLS = {
     "unpin_lora": lambda engine, world: engine.unpin_lora(1),
     "get_tokenizer": lambda engine, world: engine.get_tokenizer(world.request("qv")),
 }
-each_call = pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def in_a_thread(function):
@@ -49,51 +44,30 @@ def in_a_thread(function):
 
 
 class TestASecondThread:
-    @each_call
-    def test_is_refused_while_the_first_is_in_a_step(self, world, monkeypatch, call):
+    def test_is_refused_while_the_first_is_in_a_step(self, world, monkeypatch):
         engine = world.engine()
         engine.add_request("a", PROMPT, greedy(4))
-        launch, answers = engine.runner.launch_model, []
+        launch, answers = engine.runner.launch_model, {}
 
         def launched(scheduled):
-            if not answers:
-                answers.append(in_a_thread(lambda: call(engine, world)))
+            for name, call in CALLS.items():
+                answers[name] = in_a_thread(lambda call=call: call(engine, world))
             return launch(scheduled)
 
-        monkeypatch.setattr(engine.runner, "launch_model", launched)
-        outputs = [output for _ in range(4) for output in engine.step()]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "launch_model", launched)
+            engine.step()
+        outputs = [output for _ in range(3) for output in in_a_thread(engine.step)]  # the first is through
 
-        assert isinstance(answers[0], RuntimeError)
+        assert {name: type(answer) for name, answer in answers.items()} == dict.fromkeys(CALLS, EngineBusy)
+        assert "one thread at a time" in str(answers["step"]) and "queue" in str(answers["step"])
         assert tokens_of(outputs[-1]) == world.oracle().greedy(None, PROMPT, 4)
-
-    def test_is_told_how_to_do_it(self, world, monkeypatch):
-        engine, answers = world.engine(), []
-        engine.add_request("a", PROMPT, greedy(1))
-        launch = engine.runner.launch_model
-
-        def launched(scheduled):
-            answers.append(in_a_thread(engine.step))
-            return launch(scheduled)
-
-        monkeypatch.setattr(engine.runner, "launch_model", launched)
-        engine.step()
-
-        assert "one thread at a time" in str(answers[0]) and "queue" in str(answers[0])
-
-    def test_may_call_once_the_first_is_through(self, world):
-        engine = world.engine()
-        in_a_thread(lambda: engine.add_request("a", PROMPT, greedy(2)))
-
-        outputs = [*engine.step(), *in_a_thread(engine.step)]
-
-        assert tokens_of(outputs[-1]) == world.oracle().greedy(None, PROMPT, 2)
 
 
 @pytest.mark.parametrize("where", ["scheduler.kv_cache.allocate_slots", "runner.launch_model"])
-@each_call
-def test_a_call_in_the_middle_of_another_is_refused_and_the_step_goes_on(world, monkeypatch, call, where):
+def test_a_call_in_the_middle_of_another_is_refused_and_the_step_goes_on(world, monkeypatch, where):
     """As a signal handler makes it, which runs between any two lines of a step."""
-    engine, errors = world.engine(), []
+    engine, refused = world.engine(), 0
     for name in ("a", "b"):
         engine.add_request(name, PROMPT, greedy(6), lora_request=world.request("qv"))
     owner, _, name = where.rpartition(".")
@@ -101,33 +75,19 @@ def test_a_call_in_the_middle_of_another_is_refused_and_the_step_goes_on(world, 
     method = getattr(owner, name)
 
     def handled(*args):
-        with pytest.raises(RuntimeError) as refusal:
-            call(engine, world)
-        errors.append(refusal.value)
+        nonlocal refused
+        for call in CALLS.values():
+            with pytest.raises(RuntimeError, match="in the middle of another call"):
+                call(engine, world)
+            refused += 1
         return method(*args)
 
     monkeypatch.setattr(owner, name, handled)
     outputs = run(engine)
 
-    assert errors
+    assert refused
     for name in ("a", "b"):
         assert tokens_of(outputs[name]) == world.oracle().greedy("qv", PROMPT, 6)
-
-
-def test_a_call_in_the_middle_of_another_is_told_so(world, monkeypatch):
-    engine = world.engine()
-    engine.add_request("a", PROMPT, greedy(1))
-    launch = engine.runner.launch_model
-
-    def launched(scheduled):
-        with pytest.raises(RuntimeError, match="in the middle of another call"):
-            engine.step()
-        return launch(scheduled)
-
-    monkeypatch.setattr(engine.runner, "launch_model", launched)
-
-    [output] = engine.step()
-    assert output.finished
 
 
 def raising(error):
@@ -138,9 +98,15 @@ def raising(error):
 
 
 class TestBrokenOff:
-    @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), Todo("7.4", "x")], ids=repr)
     @pytest.mark.parametrize(
-        "where", ["scheduler.schedule", "runner.launch_model", "scheduler.update_from_output"]
+        ("where", "error"),
+        [
+            ("scheduler.schedule", KeyboardInterrupt()),
+            ("runner.launch_model", SystemExit()),
+            ("runner.launch_model", Todo("7.4", "x")),
+            ("scheduler.update_from_output", KeyboardInterrupt()),
+        ],
+        ids=repr,
     )
     def test_in_a_step_each_later_call_says_that_the_engine_has_to_be_made_anew(
         self, world, monkeypatch, error, where
@@ -157,9 +123,14 @@ class TestBrokenOff:
             with pytest.raises(RuntimeError, match=r"was broken off \(.*make a new engine$"):
                 call(engine, world)
 
-    @pytest.mark.parametrize("error", [MemoryError(), ValueError("odd")], ids=repr)
     @pytest.mark.parametrize(
-        "where", ["scheduler.schedule", "scheduler.kv_cache.allocate_slots", "scheduler.update_from_output"]
+        ("where", "error"),
+        [
+            ("scheduler.schedule", MemoryError()),
+            ("scheduler.kv_cache.allocate_slots", ValueError("odd")),
+            ("scheduler.update_from_output", MemoryError()),
+        ],
+        ids=repr,
     )
     def test_where_decisions_are_made_any_error_ends_the_engine(self, world, monkeypatch, error, where):
         engine = world.engine()
@@ -198,38 +169,42 @@ class TestBrokenOff:
 class TestARefusal:
     """It is raised before anything has changed, so the engine goes on."""
 
-    @pytest.mark.parametrize(
-        "call",
-        [
-            lambda engine, world: engine.add_request("b", [], greedy(2)),
-            lambda engine, world: engine.add_request("a", PROMPT, greedy(2)),
-            lambda engine, world: engine.add_request("b", PROMPT, None),
-            lambda engine, world: engine.abort_request([["a"]]),
-            lambda engine, world: engine.abort_request(5),
-            lambda engine, world: engine.pin_lora(9),
-            lambda engine, world: engine.remove_lora([1]),
-            lambda engine, world: engine.add_lora("qv"),
-            lambda engine, world: engine.add_lora(world.request("qv", lora_path="/nowhere")),
-            lambda engine, world: engine.get_tokenizer("nobody"),
-        ],
+    REFUSED = (
+        lambda engine, world: engine.add_request("b", [], greedy(2)),
+        lambda engine, world: engine.add_request("a", PROMPT, greedy(2)),
+        lambda engine, world: engine.add_request("b", PROMPT, None),
+        lambda engine, world: engine.abort_request([["a"]]),
+        lambda engine, world: engine.abort_request(5),
+        lambda engine, world: engine.pin_lora(9),
+        lambda engine, world: engine.remove_lora([1]),
+        lambda engine, world: engine.add_lora("qv"),
+        lambda engine, world: engine.add_lora(world.request("qv", lora_path="/nowhere")),
+        lambda engine, world: engine.get_tokenizer("nobody"),
     )
-    def test_leaves_the_engine_to_its_other_requests(self, world, call):
+
+    def test_leaves_the_engine_to_its_other_requests(self, world):
         engine = world.engine()
         engine.add_request("a", PROMPT, greedy(4))
         engine.step()
         blocks = engine.scheduler.requests["a"].block_ids
 
-        with pytest.raises((ValueError, TypeError, FileNotFoundError)):
-            call(engine, world)
+        for call in self.REFUSED:
+            with pytest.raises((ValueError, TypeError, FileNotFoundError)):
+                call(engine, world)
 
         assert engine.scheduler.requests["a"].block_ids is blocks
         assert tokens_of(run(engine)["a"]) == world.oracle().greedy(None, PROMPT, 4)
         check_engine(engine, [])
 
     @pytest.mark.parametrize(
-        "error", [MemoryError(), RuntimeError("out of memory"), KeyError("weight")], ids=repr
+        ("where", "error"),
+        [
+            ("add_adapter", MemoryError()),
+            ("pin_adapter", RuntimeError("out of memory")),
+            ("pin_adapter", KeyError("weight")),
+        ],
+        ids=repr,
     )
-    @pytest.mark.parametrize("where", ["add_adapter", "pin_adapter"])
     def test_so_is_what_an_adapter_raises_that_was_to_be_pinned(self, world, monkeypatch, error, where):
         engine = world.engine()
         for name in world.names:

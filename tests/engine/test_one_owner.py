@@ -1,13 +1,10 @@
 """What adds, removes or pins an adapter below an engine leads to the engine, or names the call to make."""
 
-import asyncio
-
 import pytest
 
-from minivllm import AsyncLLM
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.model_runner import ModelRunner
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.small import SmallWorld
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -40,11 +37,6 @@ def through(doors):
     return pytest.mark.parametrize("door", doors.values(), ids=list(doors))
 
 
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
-
-
 def answers(engine, **requests):
     """Request id -> tokens, of requests that are all there at once."""
     for request_id, lora_request in requests.items():
@@ -69,29 +61,6 @@ class TestAdd:
         with pytest.raises(ValueError, match=r"lora_int_id 1 belongs to adapter 'qv' .*\(add_lora\)"):
             engine.add_request("b", PROMPT, greedy(), lora_request=world.request("all", lora_int_id=1))
         assert answers(engine, a=mine) == expected(world, a="qv")
-
-    def test_is_taken_back_by_the_engine(self, world, door):
-        engine = world.engine()
-        door(engine)(world.request("qv"))
-
-        assert engine.pin_lora(1) and engine.remove_lora(1)
-
-        assert engine.list_loras() == set() and not engine.has_lora(1)
-        assert answers(engine, b=world.request("all", lora_int_id=1)) == expected(world, b="all")
-
-    def test_again_waits_for_requests_in_flight_and_renames(self, world, door):
-        engine, old = world.engine(), world.request("qv")
-        engine.add_lora(old)
-        engine.add_request("old", PROMPT, greedy(5), lora_request=old)
-        engine.step()
-
-        assert door(engine)(world.request("all", lora_int_id=1, load_inplace=True)) is False
-
-        engine.add_request("new", PROMPT, greedy(5), lora_request=world.request("all", lora_int_id=1))
-        outputs = run(engine)
-        assert {i: tokens_of(o) for i, o in outputs.items()} == expected(world, old="qv", new="all")
-        with pytest.raises(ValueError, match="belongs to adapter 'all'"):
-            engine.add_request("older", PROMPT, greedy(), lora_request=old)
 
     def test_of_what_is_no_request_says_so(self, world, door):
         with pytest.raises(TypeError, match="lora_request must be LoRARequest, got 'qv'"):
@@ -138,18 +107,6 @@ class TestPin:
         found = answers(engine, a=world.request("all"), b=world.request("mlp"), c=None)
         assert found == expected(world, a="all", b="mlp", c=None)
         assert engine.adapters.pinned == {1} and 1 in engine.adapters.manager.lora_index_to_id
-
-    def test_of_one_adapter_too_many_is_refused_as_by_the_engine(self, world, door):
-        engine = world.engine(max_loras=1)
-        for name in ("qv", "all"):
-            engine.add_lora(world.request(name))
-        engine.pin_lora(1)
-
-        with pytest.raises(RuntimeError, match="adapter 2 cannot be pinned: all 1 slots are pinned"):
-            door(engine)(2)
-
-        with pytest.raises(ValueError, match=r"adapter 'all' needs a slot but all 1 are pinned"):
-            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("all"))
 
 
 class TestTheModelsManager:
@@ -270,23 +227,3 @@ def test_a_runner_by_itself_keeps_its_doors(tmp_path):
     assert type(runner.lora_manager) is LRUCacheWorkerLoRAManager and manager.pinned_adapters == {1}
     assert manager.replace_adapter(manager.get_adapter(1)) is None and manager.deactivate_adapter(1)
     assert runner.remove_lora(1) and runner.list_loras() == set()
-
-
-def test_without_lora_the_runner_says_that_it_is_off(tmp_path):
-    world = SmallWorld(tmp_path)
-    engine = world.engine(enable_lora=False, max_loras=None)
-
-    assert engine.runner.lora_manager is None
-    for call in (engine.runner.add_lora, engine.add_lora):
-        with pytest.raises(RuntimeError, match="LoRA is not enabled"):
-            call(world.request(1))
-
-
-def test_async_llm_says_what_no_request_is(tmp_path):
-    llm = AsyncLLM.from_engine(SmallWorld(tmp_path).engine())
-    try:
-        with pytest.raises(TypeError, match="lora_request must be LoRARequest, got 'adapter1'"):
-            asyncio.run(llm.add_lora("adapter1"))
-        assert asyncio.run(llm.list_loras()) == set()
-    finally:
-        llm.shutdown()

@@ -2,17 +2,10 @@
 
 import time
 
-import pytest
-
 from minivllm import EngineArgs
 from minivllm.core.request import Request
 from minivllm.engine.parts import plain_core
-from tests.worlds.engines import OPTIONS, greedy, tiny_world, tokens_of
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
+from tests.worlds.engines import OPTIONS, greedy, tokens_of
 
 
 def test_serves_base_and_adapters_in_one_batch_as_a_whole_engine_does(world):

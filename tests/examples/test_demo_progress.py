@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from examples.demo import demo_requests, expected_steps, serve
-from examples.serve_progress import ServeProgress, approximately, say_how_long
+from examples.serve_progress import ServeProgress, say_how_long
 from tests.worlds.waiting import PATIENCE
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -65,13 +65,6 @@ class TestBeforehand:
 
         assert console.file.getvalue() == ""
 
-    @pytest.mark.parametrize(
-        ("seconds", "words"),
-        [(0.2, "1 s"), (4.4, "4 s"), (12.0, "10 s"), (68.0, "70 s"), (89.0, "90 s"), (200.0, "3 min")],
-    )
-    def test_in_round_numbers(self, seconds, words):
-        assert approximately(seconds) == words
-
 
 class TestOnATerminal:
     @pytest.mark.parametrize("width", [80, 120])
@@ -87,14 +80,6 @@ class TestOnATerminal:
         assert raw.rstrip().endswith("\x1b[2K"), "the line is wiped"
         assert raw.count("\n") <= 1, "nothing stays above it"
 
-    def test_the_bar_is_not_full_before_the_end(self):
-        clock = Clock()
-        with ServeProgress(some_engine(), 3, 10, some_console(True), clock) as progress:
-            for _ in range(15):
-                progress.advance(0, 1)
-
-            assert progress.bar.tasks[0].completed == 9
-
 
 class TestInALog:
     def test_there_are_plain_lines_some_seconds_apart(self):
@@ -107,9 +92,6 @@ class TestInALog:
             "step 40, 10/27 answered, 9 running, 2 adapters in slots, 8 tokens/s",
         ]
         assert "\x1b" not in raw and "\r" not in raw
-
-    def test_a_short_run_says_nothing(self):
-        assert serve_steps(some_console(False), 3) == ""
 
 
 class Engine:

@@ -8,14 +8,9 @@ import sys
 import pytest
 
 from minivllm import LoRARequest
-from tests.worlds.engines import greedy, run, tiny_world
+from tests.worlds.engines import greedy, run
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def said(caplog, level):
@@ -130,16 +125,13 @@ logging.getLogger("minivllm.engine").info("also heard")
 @pytest.mark.parametrize(
     ("asked", "heard"),
     [
-        ("", ""),
-        ('logging.getLogger("minivllm").setLevel(logging.DEBUG)', "heard\nalso heard\n"),
-        ('logging.getLogger("minivllm").setLevel("INFO")', "also heard\n"),
         ('logging.getLogger("minivllm.lora").setLevel(logging.DEBUG)', "heard\n"),
         (
             'logging.basicConfig(level="DEBUG", format="by the program: %(message)s")',
             "by the program: heard\n",
         ),
     ],
-    ids=["nothing", "all", "info", "adapters", "a handler of the program's own"],
+    ids=["adapters", "a handler of the program's own"],
 )
 def test_a_program_that_sets_a_level_hears_it_without_more(asked, heard):
     code = ASKED.format(asked=asked)

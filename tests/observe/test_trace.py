@@ -130,15 +130,6 @@ def test_a_trace_with_a_limit_on_its_bytes_keeps_the_last_steps_that_fit():
     assert trace.summary()["steps_left_out"] == 300 - len(trace) > 200
 
 
-def test_a_step_larger_than_the_limit_is_kept_until_the_next():
-    trace = Trace(max_bytes=10)
-
-    for step in range(3):
-        trace.append(busy_record(step))
-
-    assert [record.step for record in trace.records] == [2]
-
-
 def test_a_trace_takes_no_more_memory_than_it_says():
     """Also where rows are shared between steps, as those of decodes are."""
     trace = Trace(max_bytes=400_000)
@@ -241,23 +232,9 @@ def test_an_adapter_that_only_sits_in_its_slot_is_pale(tmp_path):
     assert share_of(imread(tmp_path / "busy.png"), colour, alpha=0.35) < 0.001
 
 
-def test_an_engine_without_adapters_is_drawn_too(tmp_path):
-    rows = [TraceRow(f"request-{i}-with-a-long-name", None, None, 1, "decode") for i in range(60)]
-
-    draw_trace(Trace([StepRecord(step, 0.0, rows=rows) for step in range(3)]), tmp_path / "base.png")
-
-    assert share_of(imread(tmp_path / "base.png"), adapter_colours([])[None]) > 0.1
-
-
 def test_an_empty_trace_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no step"):
         draw_trace(Trace(), tmp_path / "none.png")
-
-
-def test_a_dozen_adapters_have_a_dozen_colours():
-    colours = adapter_colours([f"adapter-{i}" for i in range(12)])
-
-    assert len(set(colours.values())) == 13
 
 
 def test_a_snapshot_gathers_the_counters_of_engine_scheduler_and_adapters():
@@ -289,15 +266,6 @@ def test_a_snapshot_gathers_the_counters_of_engine_scheduler_and_adapters():
     assert found["finished"] == {"stop": 2, "error": 1}
     assert found["scheduler"]["prefix_cache_hits"] == 16
     assert found["lora"]["hit_rate"] == 0.75
-
-
-def test_an_engine_that_has_done_nothing_has_a_snapshot():
-    idle = SchedulerStats(*[0] * 10)
-
-    found = snapshot(EngineMetrics(), idle)
-
-    assert found["tokens_per_second"] == 0
-    assert found["lora"] is None
 
 
 class TestRecordOfAStep:
@@ -336,20 +304,6 @@ class TestRecordOfAStep:
         assert first.waiting == ["second"]
         assert second.evictions == [SlotEvent("qv", 0)]
         assert second.slots == ["all"]
-
-    def test_calls_parts_of_a_prompt_chunks_and_single_tokens_decodes(self, world):
-        engine = world.engine(max_num_batched_tokens=4)
-        engine.add_request("a", token_ids(9, 1), greedy(3))
-
-        run(engine)
-
-        assert [(row.tokens, row.kind) for r in engine.trace.records for row in r.rows] == [
-            (4, "chunk"),
-            (4, "chunk"),
-            (1, "chunk"),
-            (1, "decode"),
-            (1, "decode"),
-        ]
 
     def test_tells_hits_when_a_request_is_admitted(self, world):
         engine = world.engine()

@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from tests.worlds.engines import tiny_world
 from tests.worlds.servers import Answers, serving
 
 pytestmark = [
@@ -21,11 +20,6 @@ TALK = [
     {"role": "assistant", "content": "ran"},
     {"role": "user", "content": "b"},
 ]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

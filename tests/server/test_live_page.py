@@ -15,19 +15,13 @@ import pytest
 import minivllm
 from minivllm.observe.page import build_page, run_of
 from minivllm.server import run
-from minivllm.server.live import latencies, live_page, message
+from minivllm.server.live import latencies, message
 from tests.tools.browser import SCREENS, Tab, open_browser
-from tests.worlds.engines import tiny_world
 from tests.worlds.servers import BASE_NAME, Answers, held_up, serving
 from tests.worlds.waiting import PATIENCE, wait_until
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 ASK = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -407,8 +401,3 @@ def test_the_oldest_steps_of_a_long_day_are_let_go(browser, tmp_path):
     tab.page.evaluate("page.trace.extend([{ step: 3, rows: [] }])")  # a server that was started anew
     assert tab.page.evaluate("page.trace.length") == 1
     tab.page.close()
-
-
-def test_the_page_is_the_same_for_everybody():
-    assert live_page() is live_page()
-    assert "sha256-" in live_page()

@@ -9,17 +9,11 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError
 
 from tests.tools.nights import by_day
-from tests.worlds.engines import tiny_world
 from tests.worlds.servers import BASE_NAME, Answers, client_of, serving
 
 NAMES = ("qv", "all", "mlp", "patterns")
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module", params=by_day([False, True], 2), ids=["thread", "process"])

@@ -82,6 +82,9 @@ def test_a_request_that_is_right_goes_to_its_handler(declared):
         (b'["lora_name"]', JSON, "the body: ", None),
         (b'{"lora_name": ""}', JSON, "lora_name: ", "lora_name"),
         (b'{"lora_name": "qv", "other": 1}', JSON, "'other' is not supported", "other"),
+        (b'{"lora_name": NaN}', JSON, "lora_name: ", "lora_name"),
+        (b'{"lora_name": ' + b"9" * 5000 + b"}", JSON, "no JSON", None),
+        (b"null", JSON, "the body: ", None),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -13,30 +13,20 @@ import httpx
 import pytest
 
 from minivllm.server.context import Server
-from minivllm.server.names import ModelNames
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
-from tests.oracles.peft import Oracle
-from tests.worlds.adapters import ADAPTERS, save_adapter
-from tests.worlds.engines import tiny_world
 from tests.worlds.servers import (
     BASE_NAME,
     GREEDY,
     Answers,
     client_of,
-    held_up,
     order,
     served,
     serving,
     text_of,
 )
 from tests.worlds.waiting import PATIENCE, wait_until
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -196,42 +186,6 @@ def test_an_adapter_below_the_root_has_one_name_and_no_answer_tells_where_the_ro
         assert adapters(http) == before, name
 
 
-def test_an_adapter_is_reloaded_in_place_for_later_requests(http, client, world, root):
-    order(http, "load", "moving", root / "mlp").raise_for_status()
-    stream = client.completions.create(
-        model="moving", prompt="long", stream=True, **{**GREEDY, "max_tokens": 60}
-    )
-    begun = next(iter(stream)).choices[0].text
-    save_adapter(root / "other", world.base, 77, **ADAPTERS["qv"])
-
-    reloaded = order(http, "load", "moving", root / "other", load_inplace=True)
-    old = begun + "".join(chunk.choices[0].text for chunk in stream)
-    new = text_of(client, "moving")
-
-    oracle, tokenizer = Oracle(world.base), Answers(world).tokenizer
-    oracle.load("other", root / "other")
-    assert reloaded.status_code == 200, reloaded.text
-    assert old == Answers(world).text("mlp", "long", 60)
-    assert new == tokenizer.decode(oracle.greedy("other", tokenizer("a tale")["input_ids"], 8))
-
-
-def test_requests_in_flight_finish_with_their_adapter_when_it_is_unloaded(http, client, answers):
-    order(http, "load", "leaving", "mlp").raise_for_status()
-    stream = client.completions.create(
-        model="leaving", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 60}
-    )
-    text = next(iter(stream)).choices[0].text
-
-    gone = order(http, "unload", "leaving")
-    refused = http.post("/v1/completions", json={"model": "leaving", "prompt": "x"})
-    text += "".join(chunk.choices[0].text for chunk in stream)
-
-    assert (gone.status_code, refused.status_code) == (200, 404)
-    assert text == answers.text("mlp", "bye", 60)
-    order(http, "load", "leaving", "patterns").raise_for_status()
-    assert text_of(client, "leaving") == answers.text("patterns", "a tale")
-
-
 class Steps:
     """Of an engine: it takes `left` more, and then only hears calls."""
 
@@ -315,20 +269,6 @@ def test_an_unload_is_answered_when_it_is_done(server, http, busy, answers):
     assert "busy" not in adapters(http)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_load_behind_an_unload_waits_for_it_and_is_served(server, http, client, busy, answers, in_place):
-    """What a script does that puts a new adapter in the place of an old one, while old answers run."""
-    orders = Orders(server, http)
-    orders.send("unload", "busy")
-    orders.send("load", "busy", "patterns", load_inplace=in_place)
-    too_soon = dict(orders.answers)
-    text = busy()
-
-    assert orders.wait() == [200, 200] and not too_soon
-    assert text == answers.text("mlp", "bye", 100)
-    assert text_of(client, "busy") == answers.text("patterns", "a tale")
-
-
 def test_other_changes_wait_for_an_unload_and_then_find_no_adapter(server, http, busy):
     orders = Orders(server, http)
     for what in ("unload", "unload", "pin", "unload"):
@@ -355,25 +295,6 @@ def test_an_unload_goes_on_without_the_client_that_ordered_it(server, http, clie
 
     assert orders.wait() == [200]
     assert text_of(client, "busy") == answers.text("patterns", "a tale")
-
-
-def test_an_adapter_below_the_root_that_is_being_unloaded_is_not_found_again_before_that_is_done(
-    server, http, client, answers, steps
-):
-    steps.left = 3
-    asked = {**GREEDY, "max_tokens": 100}
-    stream = client.completions.create(model="mlp", prompt="bye", stream=True, **asked)
-    text = next(iter(stream)).choices[0].text
-    orders = Orders(server, http)
-    orders.send("unload", "mlp")
-    meanwhile = http.post("/v1/completions", json={"model": "mlp", "prompt": "x"})
-    steps.left = math.inf
-    text += "".join(chunk.choices[0].text for chunk in stream)
-
-    assert orders.wait() == [200]
-    assert meanwhile.status_code == 404
-    assert text == answers.text("mlp", "bye", 100)
-    assert text_of(client, "mlp") == answers.text("mlp", "a tale")
 
 
 def test_an_unload_of_a_server_that_ends_is_answered(world, root, monkeypatch):
@@ -424,21 +345,6 @@ def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, ht
     order(http, "load", "temporary", "patterns").raise_for_status()
 
 
-def test_a_pinned_adapter_keeps_its_slot(http, client):
-    pinned = order(http, "pin", "qv")
-    for name in ("all", "mlp", "patterns", "all"):
-        text_of(client, name)
-    seen = adapters(http)
-    unpinned = order(http, "unpin", "qv")
-    for name in ("all", "mlp", "patterns", "all"):
-        text_of(client, name)
-
-    assert (pinned.status_code, unpinned.status_code) == (200, 200)
-    assert seen["qv"]["pinned"] and seen["qv"]["slot"] is not None
-    assert seen["qv"]["state"] == "in a slot"
-    assert adapters(http)["qv"]["slot"] is None
-
-
 def test_more_pins_than_slots_are_refused(http, client):
     order(http, "pin", "qv").raise_for_status()
     order(http, "pin", "all").raise_for_status()
@@ -461,23 +367,6 @@ def test_adapters_are_described(http, client):
     assert found["last_used"] > 1e9
     assert (found["pinned"], found["state"]) == (False, "in a slot")
     assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used", "version"}
-
-
-def test_many_loads_of_one_name_at_once_serve_it_once(server, http, monkeypatch):
-    responses, asked, load = [], [], ModelNames.load
-    monkeypatch.setattr(ModelNames, "load", lambda self, order: asked.append(order) or load(self, order))
-    threads = [
-        threading.Thread(target=lambda: responses.append(order(http, "load", "twin", "mlp").status_code))
-        for _ in range(8)
-    ]
-    with held_up(server):  # it hears of none before the server has heard of all
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: len(asked) == 8)
-    for thread in threads:
-        thread.join()
-
-    assert sorted(responses) == [200] + [400] * 7
 
 
 def test_nothing_changes_where_that_is_not_allowed(world):

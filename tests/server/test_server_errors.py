@@ -168,45 +168,12 @@ def test_a_bad_request_is_refused_in_a_sentence(client, route, change, status, p
     assert bool(param) == bool(error["param"])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"model": "qv", "prompt": "x", "temperature": NaN}',
-        b'{"model": "qv", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
-        b"[" * 100_000,
-        b'{"a":' * 50_000,
-    ],
-    ids=lambda content: repr(content[:20]),
-)
-def test_what_is_no_request_at_all_is_refused(client, content):
-    response = client.post("/v1/completions", content=content, headers=JSON)
-
-    assert_is_an_error(response, 400)
-    assert_serves(client)
-
-
 def test_text_that_no_encoding_has_stays_escaped():
     """Whatever an answer quotes, half a character too, the answer itself must be sent."""
     content = {"quoted": "half \ud800", "whole": "é😀"}
 
     assert json.loads(encode(content)) == content
     assert "é😀".encode() in encode(content)
-
-
-def test_a_form_of_a_web_page_is_no_request(client):
-    """A browser sends text/plain to anybody without asking; JSON it asks for first."""
-    response = client.post(
-        "/v1/completions", content=json.dumps(COMPLETION), headers={"content-type": "text/plain"}
-    )
-
-    assert_is_an_error(response, 400)
-    assert "send it with the header content-type: application/json" in response.json()["error"]["message"]
 
 
 def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form(client):

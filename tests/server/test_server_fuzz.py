@@ -7,7 +7,6 @@ import socket
 import openai
 import pytest
 
-from tests.worlds.engines import tiny_world
 from tests.worlds.servers import Answers, client_of, serving
 from tests.worlds.waiting import PATIENCE, wait_until
 
@@ -26,11 +25,6 @@ GARBAGE = [
     b"A" * 300,
     b" ",
 ]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from uvicorn.server import ServerState
 from minivllm.commands.serve import allowed_hosts
 from minivllm.server.connection import BufferForHTTP10, LimitedConnection
 from minivllm.server.settings import ServerSettings
-from tests.worlds.engines import tiny_world
 from tests.worlds.servers import held_up, serving
 from tests.worlds.waiting import PATIENCE, wait_until
 
@@ -29,11 +28,6 @@ LIMITS = {
     "read_seconds": PATIENCE,
     "write_seconds": PATIENCE,
 }
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,7 @@ def test_a_body_that_grows_too_large_is_refused(server):
     assert post(server, json.dumps(ASK)).status_code == 200
 
 
-@pytest.mark.parametrize("depth", [202, 940, 955, 958, 970, 995])
+@pytest.mark.parametrize("depth", [202, 958])
 def test_a_body_that_is_nested_too_deep_is_refused_in_one_sentence(server, depth):
     nested = "[" * depth + "]" * depth
     ways = "application/json", "application/json; charset=utf-8"
@@ -121,8 +115,11 @@ def test_brackets_beside_each_other_or_in_strings_are_not_nested(server):
     assert post(server, deep).json()["error"]["param"] == "prompt"
 
 
-@pytest.mark.parametrize("offer", ["Upgrade: h2c", "Upgrade: websocket"])
-@pytest.mark.parametrize("cuts", [[], [0], [0, 9], [-30, 5]], ids=str)
+@pytest.mark.parametrize(
+    ("offer", "cuts"),
+    [("Upgrade: h2c", []), ("Upgrade: h2c", [0, 9]), ("Upgrade: websocket", [0]), ("Upgrade: h2c", [-30, 5])],
+    ids=str,
+)
 def test_an_offer_of_another_protocol_is_passed_over(server, offer, cuts):
     body = json.dumps(ASK).encode()
     request = head(len(body), offer, "connection: Upgrade, HTTP2-Settings", "http2-settings: AAMAAABk") + body

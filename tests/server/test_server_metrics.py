@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.server.access_log import Record
 from minivllm.server.engine_metrics import EngineCollector, EngineSnapshot
-from minivllm.server.metrics import OTHER, ServerMetrics
 from tests.tools.nights import by_day
-from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.engines import greedy
 from tests.worlds.processes import hold_after
 from tests.worlds.servers import BASE_NAME, client_of, serving
 from tests.worlds.waiting import PATIENCE, wait_until
@@ -24,11 +23,11 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 ASKED = [(BASE_NAME, 5), ("qv", 3), ("all", 7), ("qv", 9), ("mlp", 4), ("all", 2)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["thread", "process"])
-def samples(tmp_path_factory, request):
+@pytest.fixture(scope="module", params=by_day([True, False], 2), ids=["process", "thread"])
+def samples(world, tmp_path_factory, request):
     """Of streams two tokens at most are there before the first of them is read."""
     go = tmp_path_factory.mktemp("metrics")
-    with serving(tiny_world(tmp_path_factory), *NAMES, in_a_process=request.param) as server:
+    with serving(world, *NAMES, in_a_process=request.param) as server:
         call = server.server.state.llm._client.call
         with client_of(server) as client:
             for i, (model, length) in enumerate(ASKED):
@@ -94,8 +93,7 @@ def test_loads_and_evictions_are_counted_by_adapter(samples):
     assert value(samples, "minivllm:adapters_in_memory", model_name=BASE_NAME) == 4
 
 
-def test_adapters_with_requests_are_named(tmp_path_factory):
-    world = tiny_world(tmp_path_factory)
+def test_adapters_with_requests_are_named(world):
     engine = world.engine(max_num_seqs=2)
     for number, name in enumerate(["qv", None, "all", "mlp", "all"]):
         engine.add_request(str(number), [5, 6, 7], greedy(), lora_request=world.request(name))
@@ -111,23 +109,9 @@ def test_adapters_with_requests_are_named(tmp_path_factory):
     assert 0 < samples["vllm:kv_cache_usage_perc"].value < 1
 
 
-def test_names_beyond_the_most_share_a_label():
-    metrics = ServerMetrics("base", ["a", "b"], most_labels=3)
-
-    for name in ("c", "a", "d", "c"):
-        metrics.begun(name)
-
-    requests = {
-        s.labels["adapter"]: s.value
-        for s in metrics.requests.collect()[0].samples
-        if s.name.endswith("_total")
-    }
-    assert requests == {"base": 0, "a": 1, "b": 0, OTHER: 3}
-
-
-def test_a_line_of_the_log_has_client_model_and_tokens(tmp_path_factory, caplog):
+def test_a_line_of_the_log_has_client_model_and_tokens(world, caplog):
     caplog.set_level(logging.INFO, logger="minivllm.access")
-    with serving(tiny_world(tmp_path_factory), "qv") as server:
+    with serving(world, "qv") as server:
         with client_of(server) as client:
             client.completions.create(model="qv", prompt="abc", **GREEDY)
         httpx.post(
@@ -153,9 +137,9 @@ def hang_up(server, body, happens):
 
 
 @pytest.mark.parametrize("logs", [True, False])
-def test_a_request_s_id_comes_back_and_monitors_leave_no_lines(tmp_path_factory, caplog, logs):
+def test_a_request_s_id_comes_back_and_monitors_leave_no_lines(world, caplog, logs):
     caplog.set_level(logging.INFO, logger="minivllm.access")
-    with serving(tiny_world(tmp_path_factory), log_requests=logs) as server:
+    with serving(world, log_requests=logs) as server:
         for path in ("/health", "/ping", "/metrics"):
             assert httpx.get(f"{server.url}{path}", timeout=PATIENCE).status_code == 200
         answer = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "a-1"}, timeout=PATIENCE)
@@ -169,16 +153,15 @@ def said_of_answers(caplog):
     return [record.getMessage() for record in caplog.records if "completions" in record.getMessage()]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("prompts", [["abcde"], ["abcde", "fg"]], ids=["one prompt", "two"])
-@pytest.mark.parametrize("n", by_day([3, 1], 2))
-def test_a_request_whose_client_leaves_is_counted_as_far_as_it_has_come(
-    tmp_path_factory, caplog, stream, prompts, n
-):
+@pytest.mark.parametrize(
+    ("prompts", "n", "stream"),
+    [(["abcde"], 3, False), (["abcde", "fg"], 1, True), (["abcde", "fg"], 3, False)],
+)
+def test_a_request_whose_client_leaves_is_counted_as_far_as_it_has_come(world, caplog, prompts, n, stream):
     """The engine's own count is the oracle. It stands still between the client's leaving and the abort."""
     caplog.set_level(logging.INFO, logger="minivllm.access")
     body = {"model": "qv", "prompt": prompts, "n": n, "max_tokens": 100, "ignore_eos": True, "stream": stream}
-    with serving(tiny_world(tmp_path_factory), "qv", "all") as server:
+    with serving(world, "qv", "all") as server:
         engine, held, go_on = server.server.state.llm._client.engine, threading.Event(), threading.Event()
 
         def hold(scheduled):
@@ -210,10 +193,10 @@ def test_a_request_whose_client_leaves_is_counted_as_far_as_it_has_come(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_request_whose_client_leaves_before_its_first_token_is_counted(tmp_path_factory, caplog, stream):
+def test_a_request_whose_client_leaves_before_its_first_token_is_counted(world, caplog, stream):
     caplog.set_level(logging.INFO, logger="minivllm.access")
     body = {"model": "qv", "prompt": "abcde", "stream": stream}
-    with serving(tiny_world(tmp_path_factory), "qv") as server:
+    with serving(world, "qv") as server:
         llm, go_on = server.server.state.llm, threading.Event()
         llm._client.call(lambda engine: go_on.wait(PATIENCE))  # no step is taken meanwhile
         hang_up(server, body, lambda: llm._open)
@@ -229,12 +212,10 @@ def test_a_request_whose_client_leaves_before_its_first_token_is_counted(tmp_pat
     assert "POST '/v1/completions' 499 model='qv' prompt=0 answer=0 total=" in line
 
 
-def test_a_request_whose_client_leaves_is_counted_where_the_engine_is_a_process(
-    tmp_path_factory, tmp_path, caplog
-):
+def test_a_request_whose_client_leaves_is_counted_where_the_engine_is_a_process(world, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="minivllm.access")
     body = {"model": "qv", "prompt": "abcde", "max_tokens": 110, "ignore_eos": True}
-    with serving(tiny_world(tmp_path_factory), "qv", in_a_process=True) as server:
+    with serving(world, "qv", in_a_process=True) as server:
         client, go_on = server.server.state.llm._client, tmp_path / "go on"
         client.call(hold_after, 3, go_on)
 

@@ -7,17 +7,11 @@ import signal
 import httpx
 import pytest
 
-from tests.worlds.engines import tiny_world
 from tests.worlds.processes import hold_after, process_id
 from tests.worlds.servers import Answers, client_of, serving
 from tests.worlds.waiting import PATIENCE
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

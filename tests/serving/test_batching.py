@@ -9,7 +9,7 @@ import pytest
 from minivllm import AsyncLLM
 from minivllm.serving import engine_process
 from minivllm.serving.batching import BatchingExecutor, call_at_end_of_iteration
-from tests.worlds.engines import greedy, tiny_world, tokens_of
+from tests.worlds.engines import greedy, tokens_of
 from tests.worlds.models import character_tokenizer
 from tests.worlds.waiting import PATIENCE, some_turns
 
@@ -125,11 +125,6 @@ def test_the_end_of_an_iteration_comes_after_all_that_is_ready():
 
 
 # ---- requests on their way to an engine's process -------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from minivllm.serving import engine_thread
 from minivllm.serving.client import EngineCoreRequest
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
-from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.engines import greedy
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -38,11 +38,6 @@ class Clock:
         if self.coming:
             self.coming -= 1
             begin(self.loop, f"behind-{self.sleeps}")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture

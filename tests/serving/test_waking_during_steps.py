@@ -5,7 +5,7 @@ import pytest
 from minivllm.serving.client import EngineCoreRequest
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
-from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.engines import greedy
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -23,11 +23,6 @@ class SomeEventLoop:
         if self.closed:
             raise RuntimeError("Event loop is closed")
         self.calls.append(function)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def make_loop(world, on_gpu):

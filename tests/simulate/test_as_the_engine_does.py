@@ -9,17 +9,12 @@ from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.replica import ReplicaConfig
 from minivllm.simulate.traffic import Arrival
 from tests.tools.nights import by_day
-from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.engines import greedy
 from tests.worlds.fleets import fleet
 
 BLOCK, BLOCKS = 4, 60
 RANKS = (4, 8, 3, 12)  # of the tiny adapters
 STEP_S = CostModel({"steps": 1.0}, 0.0, 1e30, 0.0, 1e30, concurrent_copies=False)  # whatever it does
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def arrivals_of(seed):

@@ -12,8 +12,6 @@ from minivllm.simulate.traffic import Arrival
 from tests.tools.nights import by_day
 from tests.worlds.fleets import COST, config, fleet, traffic
 
-MIB = 2**20
-
 
 def served(arrivals, **options):
     made = fleet(**options)
@@ -44,14 +42,6 @@ def test_a_read_goes_on_beside_the_steps_of_others():
     assert [one.first_s for one in in_step] == pytest.approx([6.0, 6.0])
 
 
-def test_arrivals_while_a_step_runs_join_the_next_one():
-    cost = CostModel({"steps": 1.0})
-
-    requests = served([Arrival(0.0, 4, 2, None), Arrival(0.3, 4, 1, None)], cost=cost).requests
-
-    assert [one.first_s for one in requests] == pytest.approx([1.0, 2.0])
-
-
 def test_a_turn_finds_its_session_in_the_prefix_cache():
     arrivals = [Arrival(0.0, 64, 33, 0, session=7), Arrival(100.0, 130, 2, 0, session=7)]
 
@@ -75,14 +65,6 @@ def test_everybody_gets_all_tokens_under_any_policy(scheduling_policy, keeping_p
     assert all(one.arrival.time_s < one.first_s <= one.last_s for one in made.requests)
     assert made.replicas[0].scheduler.num_sampled_tokens == sum(a.output_tokens for a in arrivals)
     assert not made.replicas[0].scheduler.requests and report(made)["copies"] > 6
-
-
-@pytest.mark.parametrize("policy", prefetching.POLICIES)
-def test_everybody_is_served_whatever_is_read_ahead(policy):
-    made = served(traffic(), replica=config(prefetching=prefetching.POLICIES[policy]))
-
-    assert all(one.last_s for one in made.requests)
-    assert report(made)["reads"] >= 6
 
 
 def test_reading_on_arrival_hides_reads_behind_the_queue():

@@ -93,7 +93,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/alora/test_invocation::test_an_adapter_with_a_longer_context_is_refused",
         "tests/alora/test_invocation::test_peft_does_not_adapt_embeddings_so",
         "tests/alora/test_shared_prefixes::test_logprobs_of_a_prompt_",
-        "tests/commands/test_cli::test_an_adapter_with_a_bias_",
         "tests/commands/test_cli_options/TestMessages::test_every_option_that_the_engine_names_",
         "tests/dora/test_dora_adapters::test_embeddings_and_the_head_",
         "tests/engine/test_failed_reloads/TestWhatPromptsDependOn::",

@@ -11,7 +11,7 @@ from minivllm.config import CacheConfig, LoRAConfig, ModelConfig, SchedulerConfi
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.models.registry import get_model
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 
 PATHS = {
     "config.lora": "LoRAConfig",
@@ -34,11 +34,6 @@ PATHS = {
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "vocab_size": 97}
 MODEL_SAYS = {"embedding_modules": {}, "embedding_padding_modules": [], "max_position_embeddings": 64}
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ a model         `models.save_base(folder, variant)`, a folder of transformers'; 
 adapters        `small.write_adapter(folder, seed)`; PEFT's: `adapters.save_adapter(folder, base, seed, **config)`;
                 anything wrong with them: `adapter_folders.write`, `malformed_adapters`
 an engine       `small.SmallWorld(folder).engine()`, without transformers and PEFT; with what they answer:
-                `engines.tiny_world(tmp_path_factory).engine()`; with adapters of one's own: `engines.TinyWorld`;
+                the fixture `world`, a `engines.tiny_world`; with adapters of one's own: `engines.TinyWorld`;
                 adapters for experts: `experts.sparse_world`, with tokens of their own: `tokens.TokenSet`
 a step ahead    `ahead.run_ahead(engine)`; captured steps: `gpu.graph_steps(runner)`
 a process       `engines.TinyWorld.engine_process()`, and what may be done to it: `processes`

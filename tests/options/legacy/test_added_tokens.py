@@ -103,15 +103,15 @@ class TestTokens:
         answers = {tuple(world.answer(name, prompt, 8)) for name in ("cats", "dogs")}
         assert len(answers) == 2
 
-    def test_of_the_last_adapter_in_a_slot_are_gone(self, world):
-        engine = make_engine(world, max_loras=1)
+    def test_of_the_last_adapter_in_a_slot_are_gone(self, llama):
+        world, engine = llama, make_engine(llama, max_loras=1)
 
         for name in ["dogs", "cats", "plain", "dogs", "reads", "wide ends", "plain", None, "cats"]:
             prompt = with_new([5, 9, 5, 3], COUNTS[name], 0) if COUNTS.get(name) else [5, 9, 5, 3]
             world.assert_serves(engine, [(name, prompt), (None, [5, 9, 5, 3])])
 
-    def test_are_in_slots_that_a_gpus_writer_fills(self, world):
-        engine = make_engine(world, max_loras=1)
+    def test_are_in_slots_that_a_gpus_writer_fills(self, llama):
+        world, engine = llama, make_engine(llama, max_loras=1)
         manager = engine.adapters.manager
         manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
 
@@ -150,24 +150,6 @@ class TestTokens:
         logits = llama.oracle_of("cats").logits("cats", [[V + 1, 5]])[0, -1]
         moved = torch.cat([logits[:V], logits[V + 1 :]])
         assert first == int(moved.argmax())
-
-    def test_of_a_reload_that_fails_leave_the_old_ones(self, llama, folder):
-        engine = make_engine(llama)
-        cats = llama.request("cats", lora_path=str(folder))
-        engine.add_lora(cats)
-
-        nan = {name: torch.full((1, H), math.nan, dtype=torch.float64) for name in llama.new["cats"]}
-        edit(folder, **nan)
-        with pytest.raises(ValueError, match="NaN"):
-            engine.add_lora(llama.request("cats", lora_path=str(folder), load_inplace=True))
-        engine.add_request("a", [V + 1, 5], greedy(6), lora_request=cats)
-
-        assert tokens_of(run(engine)["a"]) == llama.answer("cats", [V + 1, 5], 6)
-
-    def test_may_be_as_many_as_the_engine_has_room_for(self, llama):
-        engine = make_engine(llama, lora_extra_vocab_size=3)
-
-        llama.assert_serves(engine, [("dogs", [V + 2, 5]), ("cats", [V + 1])])
 
 
 class TestSampling:
@@ -489,8 +471,9 @@ class TestRefused:
 
         assert "new_embeddings.safetensors' is not a readable safetensors file" in text
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    @pytest.mark.parametrize("name", ["input_embeddings", "output_embeddings"])
+    @pytest.mark.parametrize(
+        ("name", "value"), [("input_embeddings", math.nan), ("output_embeddings", -math.inf)]
+    )
     def test_numbers_that_are_none(self, llama, folder, name, value):
         tensor = llama.new["cats"][name].clone()
         tensor[1, 5] = value
@@ -502,7 +485,7 @@ class TestRefused:
 
         llama.assert_serves(engine, [("dogs", [V + 2, 5])])
 
-    @pytest.mark.parametrize("width", [V - 1, V + 1, V + 3, V + 4])
+    @pytest.mark.parametrize("width", [V - 1, V + 1, V + 3])
     def test_an_a_that_knows_of_other_tokens_than_are_added(self, llama, tmp_path, width):
         folder = shutil.copytree(llama.path("narrow ends"), tmp_path / "ends")
         path = folder / "adapter_model.safetensors"
@@ -515,7 +498,7 @@ class TestRefused:
         assert f"model.embed_tokens has lora_A (4, {width})" in text
         assert text.endswith("but the vocabulary has 97 or 99 tokens")
 
-    @pytest.mark.parametrize("height", [V - 1, V + 2, V + EXTRA])
+    @pytest.mark.parametrize("height", [V - 1, V + 2])
     def test_a_b_of_the_head_for_tokens_from_an_adapter_that_adds_none(self, llama, tmp_path, height):
         folder = shutil.copytree(llama.path("narrow ends"), tmp_path / "ends")
         (folder / "new_embeddings.safetensors").unlink()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.tools.nights import without_gpu_at_night
 from tests.worlds.engines import TinyWorld, assert_logits, crossed, greedy, run, snapshot, watch_logits
@@ -157,17 +156,6 @@ def test_the_biases_alone_move_the_logits(llama):
         assert moved > 0.1 * with_bias.abs().max(), name
 
 
-def test_an_engine_that_is_not_told_refuses_them_and_names_the_option(llama):
-    engine = llama.engine()
-    before = snapshot(engine)
-
-    with pytest.raises(ValueError, match=r"adapter 'bias'.*without bias_enabled.*pass --enable-lora-bias"):
-        engine.add_request("a", [3], greedy(2), lora_request=llama.request("bias"))
-
-    assert snapshot(engine) == before
-    llama.assert_serves(engine, [("plain", [3, 4])])
-
-
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_peft_biases_that_change_the_base_model_stay_refused(llama, folder, bias):
     config = folder / "adapter_config.json"
@@ -213,17 +201,6 @@ def test_a_bias_that_is_no_number_once_scaled_fails_the_request_that_needs_it(ll
         engine.add_lora(llama.request("bias", lora_path=str(folder)))
 
     llama.assert_serves(engine, [("plain", [3, 4])])
-
-
-def test_a_bias_that_the_config_does_not_speak_of_is_refused(llama, folder):
-    config = folder / "adapter_config.json"
-    config.write_text(config.read_text().replace('"lora_bias": true', '"lora_bias": false'))
-    engine = llama.engine(bias_enabled=True)
-
-    with pytest.raises(ValueError, match=r"lora_B\.bias is unsupported.*says lora_bias=False"):
-        engine.add_request(
-            "a", [3], SamplingParams(), lora_request=llama.request("bias", lora_path=str(folder))
-        )
 
 
 def test_a_bias_on_the_output_embedding_is_refused(llama, tmp_path):

@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 
-from tests.worlds.engines import tiny_world
 from tests.worlds.spoiled_adapters import (
     B0,
     Q0,
@@ -18,11 +17,6 @@ from tests.worlds.spoiled_adapters import (
     with_tensor,
     without,
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture
