@@ -101,14 +101,3 @@ def test_an_adapter_with_a_longer_context_is_refused(world, adapter):
 
     with pytest.raises(ValueError, match="not supported with scaling_factor"):
         world.engine(long_lora_scaling_factors=(2.0,)).add_lora(LoRARequest("bad", 9, str(adapter)))
-
-
-def test_a_refused_adapter_leaves_its_slot_and_the_others_alone(world, adapter):
-    engine = world.engine()
-    change_json(adapter / "adapter_config.json", alora_invocation_tokens=[])
-
-    with pytest.raises(ValueError, match="must be a list"):
-        engine.add_lora(LoRARequest("bad", 9, str(adapter)))
-
-    assert engine.list_loras() == set() and not engine.has_lora(9)
-    assert engine.add_lora(world.request("one"))

@@ -7,7 +7,7 @@ import torch
 
 from minivllm import SamplingParams
 from minivllm.layers.batched_draw import draw_tokens
-from minivllm.layers.sampler import draw_token, token_weights
+from minivllm.layers.sampler import draw_token
 
 FILTERS = {
     "none": {},
@@ -61,26 +61,6 @@ def test_rows_with_filters_of_their_own_do_not_touch_each_other(seed):
     logits = random_logits(len(rows), 300, seed, rounded=seed % 2 == 1)
 
     assert draw_tokens(logits, rows, generators(len(rows), seed)).tolist() == one_by_one(logits, rows, seed)
-
-
-def test_of_tied_tokens_the_lower_ids_stay():
-    logits, params = torch.zeros(1, 10), SamplingParams(top_p=0.35)
-
-    drawn = {draw_tokens(logits, [params], generators(1, seed)).item() for seed in range(200)}
-
-    assert drawn == {0, 1, 2, 3}
-
-
-def test_frequencies_are_the_weights_of_the_filtered_distribution():
-    """The filters have tests of their own, in test_sampling.py."""
-    logits, params = random_logits(1, 20, 3, 1.0), SamplingParams(top_k=6, top_p=0.9)
-    rows = 20_000
-
-    drawn = draw_tokens(logits.expand(rows, -1), [params] * rows, [torch.Generator().manual_seed(5)] * rows)
-
-    weights = token_weights(logits[0], params)
-    expected = weights / weights.sum()
-    assert (drawn.bincount(minlength=20) / rows - expected).abs().max() < 0.012
 
 
 def test_a_row_of_nan_spoils_no_other_and_infinities_are_masked():

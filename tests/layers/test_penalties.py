@@ -298,6 +298,3 @@ class TestMaxTokensOfNone:
         engine.add_request("a", PROMPT, greedy(None, stop_token_ids=[answer[-1]]))
 
         assert tokens_of(run(engine)["a"]) == answer[: answer.index(answer[-1]) + 1]
-
-    def test_are_not_what_is_meant_by_saying_nothing(self):
-        assert SamplingParams().max_tokens == 16

@@ -9,7 +9,7 @@ from mixed_world import mixed_world
 from safetensors.torch import load_file, save_file
 
 from minivllm import LoRARequest
-from minivllm.mixes import MixRequest, mix
+from minivllm.mixes import mix
 from tests.worlds.adapters import ADAPTERS, save_adapter
 from tests.worlds.engines import greedy, run, snapshot, tokens_of
 
@@ -331,18 +331,3 @@ def test_a_weight_that_makes_numbers_infinite_ends_its_request_alone(world, engi
     error = ask(engine, one).error
 
     assert "weights 0.5, 1e+308 make infinite" in error
-
-
-def test_a_part_of_another_base_is_refused_by_name(world, engine, tmp_path):
-    folder = shutil.copytree(world.path("qv"), tmp_path / "qv")
-    path = folder / "adapter_model.safetensors"
-    save_file({n: t[:, :-1].contiguous() if "lora_A" in n else t for n, t in load_file(path).items()}, path)
-
-    with pytest.raises(ValueError, match=r"adapter 'other'.*lora_A"):
-        engine.add_lora(mix([(LoRARequest("other", 7, str(folder)), 0.5), (world.request("all"), 0.5)]))
-
-
-def test_fields_of_the_request_are_a_lora_requests(world):
-    one = mixed(world, ("qv", 0.5))
-
-    assert isinstance(one, MixRequest) and one.lora_int_id >= 2**61 and one.lora_path.startswith("mix:")

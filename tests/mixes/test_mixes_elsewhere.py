@@ -8,7 +8,6 @@ from mixed_world import RANK, mixed_world
 
 from minivllm import LoRARequest
 from minivllm.config import PAGE_RANKS
-from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.mixes import mix
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.engine_process import EngineProcess
@@ -84,14 +83,6 @@ def test_kernels_serve_them(world, backend):
     if backend == "paged":  # as many pages as an adapter of rank 4 + 8 has, of rank 3 + 12 and of rank 8
         held = engine.adapters.manager.punica_wrapper.pool.ledger.held
         assert sorted(map(len, held.values())) == sorted(-(-rank // PAGE_RANKS) for rank in (12, 15, 8))
-
-
-def test_slots_that_a_gpus_writer_fills_are_the_same(world):
-    engine = world.engine(max_loras=1, max_cpu_loras=1)
-    manager = engine.adapters.manager
-    manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
-
-    assert serve(engine, world) == [expected(world, weights) for weights in MIXES]
 
 
 def test_two_ranks_have_each_their_share(world, monkeypatch):

@@ -95,8 +95,8 @@ def body(lora_mix, model=BASE_NAME):
     return {"model": model, "prompt": PROMPT, "max_tokens": 2, "lora_mix": lora_mix}
 
 
+# What a mix is refused for itself: test_mixes.py.
 REFUSED = {
-    "no adapters": ({}, 400, "1 to 8 adapters, got 0"),
     "too many": ({f"a{i}": 1 for i in range(9)}, 400, "1 to 8 adapters, got 9"),
     "an unknown name": ({"qv": 1, "sql": 1}, 404, "`sql` does not exist"),
     "the base": ({"qv": 1, BASE_NAME: 1}, 400, "'tiny' in lora_mix is the base model"),

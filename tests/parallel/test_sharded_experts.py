@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from minivllm import LLM
 from minivllm.config import LoRAConfig
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
@@ -13,7 +12,6 @@ from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
 from minivllm.options.experts import FusedMoEWithLoRA
 from minivllm.parallel.tensor_parallel import TensorParallel
-from tests.worlds.engines import OPTIONS, greedy, tokens_of
 from tests.worlds.experts import MIXTRAL, QWEN, sparse_world
 from tests.worlds.models import token_ids
 from tests.worlds.ranks import assert_shared_engines_answer, engines_in_lockstep, serve
@@ -57,24 +55,6 @@ def test_gate_and_up_may_be_in_one(world, size, monkeypatch):
     pairs = pairs_of([name for name in world.names if name.startswith("parameters/")])
 
     assert_shared_engines_answer(monkeypatch, world, size, pairs, 3, **FULLY)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("size", [2, 4])
-def test_processes_over_gloo_have_the_tokens_of_peft(world, size):
-    options = {**OPTIONS, **FULLY, "tensor_parallel_size": size, "threads": 1, "skip_tokenizer_init": True}
-    llm = LLM(str(world.base), **options)
-    pairs = pairs_of(NAMES)
-
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for _, prompt in pairs],
-        greedy(4),
-        use_tqdm=False,
-        lora_request=[world.request(name) for name, _ in pairs],
-    )
-
-    llm.llm_engine.executor.shutdown()
-    assert list(map(tokens_of, outputs)) == [world.answer(*pair, 4) for pair in pairs]
 
 
 def test_processes_meet_twice_more_a_layer_over_rank_sized_rows(world, monkeypatch):

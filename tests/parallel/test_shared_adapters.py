@@ -128,18 +128,6 @@ def test_layers_that_the_server_leaves_alone_are_summed_all_the_same(world_of, t
     assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world, ["qv"]), **options)
 
 
-def test_in_float32_tokens_are_those_of_one_process(world_of, monkeypatch):
-    world = world_of("llama-llama3-rope")
-    options = {**OPTIONS, "dtype": "float32"}
-
-    expected = serve(world.engine(**options), world, pairs_of(world), 5)
-
-    answers = engines_in_lockstep(
-        monkeypatch, 2, lambda tp: serve(world.engine(**options), world, pairs_of(world), 5)
-    )
-    assert answers == [expected] * 2
-
-
 @pytest.mark.parametrize("variant", ["llama-llama3-rope", MIXTRAL])
 def test_adapters_cost_no_further_meeting_of_processes(world_of, variant, tmp_path_factory, monkeypatch):
     world = sparse_world(tmp_path_factory, MIXTRAL) if variant == MIXTRAL else world_of(variant)
@@ -170,14 +158,6 @@ def test_fully_sharded_processes_meet_once_more_a_linear_over_rank_sized_rows(wo
     block += [("all_gather", 2 * h), ("all_reduce", tokens * rank), hidden]  # of the MLP: gate and up, down
     for calls in engines_in_lockstep(monkeypatch, size, work):
         assert calls == [hidden, *block * 2, ("all_gather", 25)]
-
-
-def test_the_next_adapter_in_a_slot_finds_nothing_of_the_last(world_of, monkeypatch):
-    world = world_of("llama-llama3-rope")
-    pairs = [(name, token_ids(6, 2)) for name in ("all", "qv", "patterns", "all", None, "qv")]
-    options = {**OPTIONS, "max_loras": 1, "max_num_seqs": 1, "fully_sharded_loras": True}
-
-    assert_shared_engines_answer(monkeypatch, world, 2, pairs, **options)
 
 
 def test_a_process_keeps_its_share_of_an_adapter_and_no_more(world_of, monkeypatch):

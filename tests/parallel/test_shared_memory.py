@@ -10,7 +10,6 @@ from minivllm.economics import GIB, plan, slot_memory
 from minivllm.gpu.pages.manager import ElasticModelManager
 from minivllm.gpu.pages.slots import ALIGNMENT
 from minivllm.gpu.pages.writer import PagedSlotWriter
-from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.models.config import ModelArchitecture
@@ -73,30 +72,6 @@ def test_two_devices_hold_what_one_cannot():
     assert shared.weights == pytest.approx(alone.weights / 2, rel=1e-3)  # norms are whole
     assert shared.kv_tokens == shared.kv_cache // (per_token // 2)
     assert alone.kv_tokens == alone.kv_cache // per_token
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_slots_that_a_gpus_writer_fills_are_the_same(rank):
-    model = tiny("llama-llama3-rope")
-    config = LoRAConfig(6, 2, punica_backend="triton", fully_sharded_loras=True)
-
-    def filled(with_writer):
-        manager = manage(
-            MODELS[model.architecture](model, torch.float32, "cpu", TensorParallel(rank, 2)), config
-        )
-        if with_writer:
-            manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
-        for adapter_id, ranks in ((1, 5), (2, 6), (3, 2)):  # the third takes the first one's slot
-            manager.add_adapter(random_adapter(model, adapter_id, ranks))
-            manager.activate_adapter(adapter_id)
-        return manager.modules
-
-    for slots, expected in zip(
-        *([layer.slots for layer in filled(w).values()] for w in (True, False)), strict=True
-    ):
-        assert slots.live_ranks == expected.live_ranks
-        for matrix, other in zip((*slots.a, *slots.b), (*expected.a, *expected.b), strict=True):
-            assert torch.equal(matrix, other)
 
 
 def random_adapter(model, adapter_id, rank):

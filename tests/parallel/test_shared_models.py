@@ -49,16 +49,6 @@ def test_every_process_has_the_logits_that_transformers_computes(folder_of, vari
             assert torch.allclose(found, reference, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_other_dtypes_the_logits_are_those_of_one_process_but_for_rounding(folder_of, dtype):
-    (alone,) = answers(folder_of("llama-llama3-rope"), dtype, 1)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
-
-    for logits in answers(folder_of("llama-llama3-rope"), dtype, 2):
-        for found, expected in zip(logits, alone, strict=True):
-            assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
-
-
 def test_a_process_has_its_share_of_every_weight_and_of_the_cache(folder_of):
     whole = get_model(folder_of("llama-llama3-rope"), pack=False)
 

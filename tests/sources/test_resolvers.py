@@ -281,19 +281,6 @@ class TestRequests:
         ]
         assert [tokens_of(answer) for answer in answers] == expected
 
-    def test_of_generate_and_chat_may_share_one_name(self, world, two):
-        llm = world.llm()
-        llm.get_tokenizer().chat_template = "{{ messages[0]['content'] }}"
-        prompt = llm.get_tokenizer()("Hi")["input_ids"]
-        expected = world.oracle().greedy("qv", prompt, 4)
-
-        generated = llm.generate(["Hi"] * 2, greedy(4), use_tqdm=False, lora_request="sql")
-        chatted = llm.chat(
-            [[{"role": "user", "content": "Hi"}]] * 2, greedy(4), use_tqdm=False, lora_request="sql"
-        )
-
-        assert [tokens_of(answer) for answer in generated + chatted] == [expected] * 4
-
     def test_ask_once_for_a_name_however_many_they_are(self, world):
         [resolver] = register(a={"sql": world.request("qv")})
         llm = world.llm()
@@ -448,17 +435,6 @@ class TestRefused:
         LoRAResolverRegistry.register_resolver("store", Sync())
 
         assert "LoRA resolver 'store' failed at adapter 'sql'" in self.refusal(engine, "sql")
-
-    def test_is_an_id_that_another_adapter_has(self, world, engine):
-        register(store={"sql": world.request("mlp", lora_int_id=1)})
-
-        assert "lora_int_id 1 belongs to adapter 'qv'" in self.refusal(engine, "sql")
-
-    def test_is_a_folder_that_is_not_there_any_more(self, world, engine):
-        register(store={"sql": LoRARequest("sql", 9, "/not/there")})
-
-        with pytest.raises(FileNotFoundError, match="adapter 'sql': adapter folder '/not/there'"):
-            engine.add_request("bad", PROMPT, greedy(), lora_request="sql")
 
     def test_is_every_name_by_an_engine_without_lora_which_asks_nobody(self, world):
         [resolver] = register(store={"sql": world.request("qv")})
