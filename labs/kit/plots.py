@@ -358,6 +358,7 @@ def turns(series, *, height=2.0, **labels):
                 axes.barh(line, end - begin, left=begin, color=colour, edgecolor="white")
         axes.set_yticks(range(len(series)), list(series))
         axes.invert_yaxis()
+        axes.set_xlim(left=0)
         axes.set(**labels)
         _plain(axes)
 
