@@ -2,7 +2,7 @@
 
 import random
 import sys
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from minivllm import LLMEngine
 from tests.oracles.peft import all_in_float64, load_oracle
 from tests.worlds.adapters import ADAPTERS, AdapterFolders, save_adapter
-from tests.worlds.engines import greedy, make_engine, run, tokens_of
+from tests.worlds.arrivals import Asked, check_answers, made_once, serve_arrivals
+from tests.worlds.engines import greedy, make_engine
 from tests.worlds.models import save_base
 
 # Tokens that overlap themselves and each other, on few modules, on all linears and on the head, with patterns
@@ -37,16 +38,6 @@ AGAIN = {
     "one again": ([5, 7], {"r": 5, "target_modules": ["q_proj", "up_proj"]}),
     "twice again": ([6], {"r": 2, "target_modules": "all-linear"}),
 }
-
-
-@dataclass
-class Asked:
-    """A request, and the folder whose weights it gets; None = base."""
-
-    name: str | None
-    folder: str | None
-    prompt: list[int]
-    answer: list[int] = field(default_factory=list)
 
 
 class ActivatedWorld(AdapterFolders):
@@ -86,12 +77,12 @@ class ActivatedWorld(AdapterFolders):
         """The first token that the adapter computes, as PEFT finds it in a prompt; sys.maxsize if there is none."""
         from peft.tuners.lora.variants import calculate_alora_offsets
 
-        if asked.folder is None:
+        if asked.whose is None:
             return sys.maxsize
-        if asked.folder in PLAIN:
+        if asked.whose in PLAIN:
             return 0
         config, ids = self.oracle.peft_config, torch.tensor([asked.prompt])
-        (offset,) = calculate_alora_offsets(config, asked.folder, ids)
+        (offset,) = calculate_alora_offsets(config, asked.whose, ids)
         return sys.maxsize if offset is None else len(asked.prompt) - offset
 
     @torch.inference_mode()
@@ -102,24 +93,16 @@ class ActivatedWorld(AdapterFolders):
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
         # PEFT counts from the end of what it is given, and would look for tokens in answers, too.
         offsets = [max(longest - self.start(asked), 0) or None for asked in group]
-        names = [asked.folder or "__base__" for asked in group]
+        names = [asked.whose or "__base__" for asked in group]
         return self.oracle(padded, adapter_names=names, alora_offsets=offsets, use_cache=False).logits
 
     def check_answers(self, asked: list[Asked]) -> int:
-        """Each token of each answer is what PEFT finds likeliest after the ones before. Returns how many there were."""
-        asked = sorted(asked, key=lambda one: len(one.prompt))
-        for first in range(0, len(asked), 32):
-            group = asked[first : first + 32]
-            for one, logits in zip(group, self.logits(group)):
-                end = len(one.prompt) + len(one.answer) - 1
-                expected = logits[len(one.prompt) - 1 : end].argmax(-1).tolist()
-                assert one.answer == expected, (one.name, one.folder, one.prompt)
-        return sum(len(one.answer) for one in asked)
+        return check_answers(asked, lambda _, group: self.logits(group))
 
     def by_whom(self, asked: Asked) -> list[tuple[int, str | None]]:
         """Each token of a prompt and its answer, and whose keys and values it has."""
         tokens, start = asked.prompt + asked.answer, self.start(asked)
-        return [(token, asked.folder if i >= start else None) for i, token in enumerate(tokens)]
+        return [(token, asked.whose if i >= start else None) for i, token in enumerate(tokens)]
 
 
 def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
@@ -137,27 +120,24 @@ def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]
 def serve(
     world: ActivatedWorld, engine: LLMEngine, rng: random.Random, count: int, reloads: bool = True
 ) -> list[Asked]:
-    """Requests that arrive while others run, of all adapters and base; now and then an adapter is loaded again."""
-    asked: dict[str, Asked] = {}
+    """Requests of all adapters and base; now and then an adapter is loaded again."""
     folders = {name: name for name in world.names}
-    finished = {}
-    for number, prompt in enumerate(prompts(rng, count)):
+    conversations = prompts(rng, count)
+
+    def ask(request_id: str) -> Asked:
+        prompt = conversations[int(request_id)]
         name = rng.choice([None, None, *INVOCATIONS, *INVOCATIONS, *PLAIN])
-        request = world.request(name)
-        if request is not None:
+        request = None
+        if name is not None:
             changes = {}
             if reloads and name in SECOND and rng.random() < 0.1:
                 folders[name] = SECOND[name] if folders[name] == name else name
                 changes = {"load_inplace": True}
             request = world.request(name, lora_path=str(world.path(folders[name])), **changes)
-        asked[str(number)] = Asked(name, name and folders[name], prompt)
-        engine.add_request(str(number), prompt, greedy(rng.randint(1, 12)), lora_request=request)
-        while rng.random() < 0.6:
-            finished |= {output.request_id: output for output in engine.step() if output.finished}
-    finished |= run(engine)
-    for key, one in asked.items():
-        assert finished[key].error is None, finished[key].error
-        one.answer = tokens_of(finished[key])
+        engine.add_request(request_id, prompt, greedy(rng.randint(1, 12)), lora_request=request)
+        return Asked(name and folders[name], prompt)
+
+    asked = serve_arrivals(engine, rng, count, ask)
     check_hits(world, engine, asked)
     return list(asked.values())
 
@@ -174,11 +154,4 @@ def check_hits(world: ActivatedWorld, engine: LLMEngine, asked: dict[str, Asked]
         before |= {row.request for row in record.rows}
 
 
-_worlds: dict[str, ActivatedWorld] = {}
-
-
-def activated_world(tmp_path_factory, variant: str = "llama-llama3-rope") -> ActivatedWorld:
-    """Made once a test run."""
-    if variant not in _worlds:
-        _worlds[variant] = ActivatedWorld(tmp_path_factory.mktemp(f"activated-{variant}"), variant)
-    return _worlds[variant]
+activated_world = partial(made_once, ActivatedWorld)

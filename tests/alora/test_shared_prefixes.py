@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from activated_world import Asked, activated_world
+from activated_world import activated_world
 
 from minivllm import SamplingParams
+from tests.worlds.arrivals import Asked
 from tests.worlds.engines import greedy, run, tokens_of
 
 TEXT = [10, 11, 12, 13, 20, 21, 22, 23, 30, 31, 32, 33]  # three blocks without a token of an invocation
@@ -20,7 +21,7 @@ def cached(world, engine, name, prompt):
     engine.add_request("r", prompt, greedy(3), lora_request=world.request(name))
     request = engine.scheduler.requests["r"]
     output = run(engine)["r"]
-    world.check_answers([Asked(name, name, prompt, tokens_of(output))])
+    world.check_answers([Asked(name, prompt, tokens_of(output))])
     return request.num_cached_tokens
 
 
@@ -98,7 +99,7 @@ def test_answers_of_one_prompt_share_it(world):
 
     answers = {tuple(completion.token_ids) for completion in output.outputs}
     assert len(answers) == 1
-    world.check_answers([Asked("one", "one", [*TEXT, *ONE, 41], list(answers.pop()))])
+    world.check_answers([Asked("one", [*TEXT, *ONE, 41], list(answers.pop()))])
     assert engine.scheduler.kv_cache.prefix_cache_stats.hits == 24
 
 
@@ -112,7 +113,7 @@ def test_logprobs_of_a_prompt_are_the_base_models_before_it_begins(world, max_nu
 
     output = run(engine)["r"]
 
-    logits = world.logits([Asked("long", "long", prompt, tokens_of(output))])[0].log_softmax(-1)
+    logits = world.logits([Asked("long", prompt, tokens_of(output))])[0].log_softmax(-1)
     expected = [logits[i, token].item() for i, token in enumerate(prompt[1:])]
     found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])]
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-6)

@@ -37,7 +37,7 @@ def ask(engine, lora_request, request_id="0", tokens=6):
 
 
 def expected(world, *weights, tokens=6):
-    return world.oracle.greedy(world.mixed_in_peft(weights), PROMPT, tokens)
+    return world.oracle().greedy(world.mixed_in_peft(weights), PROMPT, tokens)
 
 
 # ---- the request --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def request(world, weights):
 
 
 def expected(world, weights, tokens=5):
-    return world.oracle.greedy(world.mixed_in_peft(weights), PROMPT, tokens)
+    return world.oracle().greedy(world.mixed_in_peft(weights), PROMPT, tokens)
 
 
 def serve(engine, world):

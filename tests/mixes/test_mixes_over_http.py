@@ -4,22 +4,11 @@ import httpx
 import pytest
 from mixed_world import mixed_world
 
-from tests.worlds.engines import make_engine
 from tests.worlds.servers import BASE_NAME, client_of, serving
 from tests.worlds.waiting import PATIENCE
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 PROMPT = [5, 17, 40, 8, 22, 9]
-
-
-class Served:
-    """As `serving` takes a world: the adapters of a mixed world, and engines for their mixes."""
-
-    def __init__(self, world):
-        self.world, self.path = world, world.path
-
-    def engine(self, tokenizer, **options):
-        return make_engine(self.world.base, tokenizer, {"max_lora_rank": 32, **options})
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +20,7 @@ def world(tmp_path_factory):
 def server(world):
     options = {"lora_root": str(world.folder), "allow_runtime_lora": True, "has_text": False}
     keys = {"api_keys": ("all",), "adapter_keys": {"qv": "one", "all": "two", BASE_NAME: "two"}}
-    with serving(Served(world), "qv", "all", "mlp", **options, **keys) as server:
+    with serving(world, "qv", "all", "mlp", **options, **keys) as server:
         yield server
 
 
@@ -54,7 +43,7 @@ def ask(client, lora_mix, model=BASE_NAME, **more):
 
 
 def expected(world, weights):
-    return world.oracle.greedy(world.mixed_in_peft(weights), PROMPT, 8)
+    return world.oracle().greedy(world.mixed_in_peft(weights), PROMPT, 8)
 
 
 def test_each_gets_its_own_mix(client, world):

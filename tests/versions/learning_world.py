@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,8 +12,9 @@ from safetensors.torch import load_file
 
 from minivllm import LLMEngine, RequestOutput, SamplingParams
 from minivllm.versions.weights import token_versions
+from tests.worlds import arrivals
 from tests.worlds.adapters import ADAPTERS
-from tests.worlds.engines import TinyWorld, run, tokens_of
+from tests.worlds.engines import TinyWorld, tokens_of
 from tests.worlds.models import token_ids
 
 # What is in the updates: the same shapes, another rank, other modules.
@@ -27,12 +30,9 @@ BESIDE = {"all": ADAPTERS["all"], "patterns": ADAPTERS["patterns"]}
 
 
 @dataclass
-class Asked:
-    """A request: the folder of each version that its adapter had, None = base."""
+class Asked(arrivals.Asked):
+    """`whose` is an adapter's name.   folders: of each token of the answer, None = base"""
 
-    name: str | None
-    prompt: list[int]
-    output: RequestOutput | None = None
     folders: list[str | None] = field(default_factory=list)
 
 
@@ -73,12 +73,12 @@ class LearningWorld(TinyWorld):
         for one in asked:
             assert one.output is not None and one.output.error is None, one
             tokens = tokens_of(one.output)
-            one.folders = [one.name] * len(tokens)
-            if one.name == "policy":
+            one.folders = [one.whose] * len(tokens)
+            if one.whose == "policy":
                 versions = token_versions(one.output.lora_request, len(tokens))
                 one.folders = [folder_of[version] for version in versions]
             off = (ours(one.output) - self.logprobs(one)).abs().max()
-            assert off < tolerance, f"{one.name} {one.prompt} {one.folders}: off by {off}"
+            assert off < tolerance, f"{one.whose} {one.prompt} {one.folders}: off by {off}"
             count += len(tokens)
         return count
 
@@ -104,36 +104,24 @@ def serve(
     world: LearningWorld, engine: LLMEngine, rng: random.Random, count: int
 ) -> tuple[list[Asked], dict[int, str]]:
     """Requests of all adapters that arrive while others run, and updates at random steps; version -> folder."""
-    asked: dict[str, Asked] = {}
-    finished, folder_of, version = {}, {0: "policy"}, 0
-    prefixes = [token_ids(rng.randint(4, 20), seed) for seed in range(3)]
+    folder_of, prefixes = {0: "policy"}, [token_ids(rng.randint(4, 20), seed) for seed in range(3)]
     engine.add_lora(world.request("policy"))
-    for number in range(count):
-        prompt = rng.choice([[], *prefixes]) + token_ids(rng.randint(1, 16), rng.randrange(10**6))
-        name = rng.choice([None, "policy", "policy", "policy", *BESIDE])
-        asked[str(number)] = Asked(name, prompt)
-        engine.add_request(str(number), prompt, sampled(rng), lora_request=world.request(name))
-        while rng.random() < 0.6:
-            finished |= {output.request_id: output for output in engine.step() if output.finished}
+
+    def update(step: Callable[[], None]) -> None:
         if rng.random() < 0.2:
             folder, running = rng.choice(list(WEIGHTS)), rng.choice(["finish", "restart"])
             try:
-                version = world.update(engine, folder, running=running)
+                folder_of[world.update(engine, folder, running=running)] = folder
             except RuntimeError as error:
                 assert "in memory" in str(error)
-            else:
-                folder_of[version] = folder
-    finished |= run(engine)
-    for key, one in asked.items():
-        one.output = finished[key]
-    return list(asked.values()), folder_of
+
+    def ask(request_id: str) -> Asked:
+        prompt = rng.choice([[], *prefixes]) + token_ids(rng.randint(1, 16), rng.randrange(10**6))
+        name = rng.choice([None, "policy", "policy", "policy", *BESIDE])
+        engine.add_request(request_id, prompt, sampled(rng), lora_request=world.request(name))
+        return Asked(name, prompt)
+
+    return list(arrivals.serve_arrivals(engine, rng, count, ask, update).values()), folder_of
 
 
-_worlds: dict[str, LearningWorld] = {}
-
-
-def learning_world(tmp_path_factory, variant: str = "llama-llama3-rope") -> LearningWorld:
-    """Made once a test run."""
-    if variant not in _worlds:
-        _worlds[variant] = LearningWorld(tmp_path_factory.mktemp(f"learning-{variant}"), variant)
-    return _worlds[variant]
+learning_world = partial(arrivals.made_once, LearningWorld)

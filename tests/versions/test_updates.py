@@ -10,7 +10,7 @@ from minivllm import SamplingParams
 from minivllm.lora.request import AtLeast
 from minivllm.versions.weights import token_versions
 from tests.worlds.ahead import run_ahead
-from tests.worlds.engines import greedy, run
+from tests.worlds.engines import greedy, run, tokens_of
 
 PROMPT = list(range(3, 20))  # four full blocks of 4
 
@@ -347,7 +347,7 @@ class TestTheAdapterAsAWhole:
             for part in ("policy", world.request("policy")):
                 engine.add_request("r", PROMPT, greedy(6, logprobs=0), lora_request=mix([(part, 1.0)]))
                 output = run(engine)["r"]
-                one = Asked("policy", PROMPT, output, [folder] * 6)
+                one = Asked("policy", PROMPT, tokens_of(output), output, [folder] * 6)
                 assert (ours(output) - world.logprobs(one)).abs().max() < 1e-9
             world.update(engine, "again")
 

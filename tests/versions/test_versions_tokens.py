@@ -55,7 +55,7 @@ def test_logprobs_are_those_of_each_version(tmp_path_factory, setting):
     versions = {
         tuple(dict.fromkeys(token_versions(one.output.lora_request, len(tokens_of(one.output)))))
         for one in asked
-        if one.name == "policy"
+        if one.whose == "policy"
     }
     assert len(versions) > 2, "requests of several versions"
 
