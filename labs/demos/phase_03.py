@@ -1,11 +1,14 @@
 """Products of rows that have adapters of their own."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from labs.demos.small import H, numbers, ones, weights
+from labs.demos.small import H, mixed_batch, numbers, ones, weights
 from minivllm.layers.linear import RowParallelLinear
+from minivllm.lora.backend import Backend
+from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.mapping import LoRAMapping, compute_runs, slots_of
 from minivllm.lora.ops.by_run import expand_runs, shrink_runs
 from minivllm.lora.ops.by_token import bgmv_shrink
@@ -71,3 +74,13 @@ def demo_3_6() -> Iterator[str]:
     for ids in ((0, 0, 7, 7), (0, 0, 0, 0)):
         backend.begin_step(LoRAMapping(ids, ()), [7, None])
         yield f"rows of adapters {' '.join(map(str, ids))}: {numbers(backend.linear(x, base, slots))}"
+
+
+def demo_3() -> Iterator[str]:
+    runs, loops = RunsBackend("cpu"), LoopsBackend("cpu")
+    ways = {
+        "a run at a time (3.6)": (runs, runs.linear),
+        "by shrink and expand of runs (3.5)": (runs, partial(Backend.linear, runs)),
+        "a token at a time (3.2)": (loops, loops.linear),
+    }
+    yield from mixed_batch(ways, torch.float64, "cpu")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from labs.demos.small import numbers
+from labs.demos.small import mixed_batch, numbers
 from minivllm.config import LoRAConfig
 from minivllm.gpu.sgmv import expand, shrink, tiles_of
 from minivllm.gpu.sgmv.lora_kernel_metadata import build_tiles
@@ -74,3 +74,11 @@ def demo_4_4() -> Iterator[str]:
         backend.begin_step(LoRAMapping(ids, ()), [5, 6])
         first = backend.linear(x, base, slots)[:, 0]
         yield f"rows of adapters {' '.join(map(str, ids))}: first column {numbers(first)}, base only: {backend.no_lora}"
+
+
+def demo_4() -> Iterator[str]:
+    backend = TritonBackend(8, 8, DEVICE, 4)
+    yield from mixed_batch({"two launches": (backend, backend.linear)}, torch.float32, DEVICE)
+    rows, tiles = build_tiles(backend.token_lora_indices, 4, 6, block_rows=2)
+    told = [f"slot {s} rows {rows[i : i + n].tolist()}" for s, i, n in tiles.t().tolist() if s >= 0]
+    yield f"tiles of two rows: {'; '.join(told)}"

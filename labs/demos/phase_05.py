@@ -6,6 +6,7 @@ from labs.demos.small import SmallModel, adapter, small_engine
 from minivllm.config import LoRAConfig
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.lru_cache import LRUCache
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 
 
@@ -85,3 +86,26 @@ def demo_5_7() -> Iterator[str]:
             yield f"a step needs {step}: {', '.join(told)}; slots {dict(sorted(slots.items()))}"
         failures = worker.prepare_adapters([requests[2], type(requests[1])("gone", 8, "/no/such/folder")])
         yield f"a folder is not there: {', '.join(f'{i} {type(e).__name__}' for i, e in failures.items())}"
+
+
+def demo_5() -> Iterator[str]:
+    """Ten steps: who is in each slot, what was read and copied for it, and the slots that rows are sent to."""
+    history = ((1,), (1, 2), (1, 2), (2, 3), (3,), (3, 0), (1, 3), (2, 1), (2, 1), (3, 2))
+    yield "two slots, memory for two adapters; + was copied into its slot in this step, > was read from disk before"
+    with small_engine(max_cpu_loras=2) as (engine, requests):
+        worker, told = engine.adapters.worker, []
+        manager = worker.manager
+        manager.listeners.append(lambda event: told.append((event.kind, event.adapter_id)))
+        table, reads = [], 0
+        for step in history:
+            told.clear()
+            worker.set_active_adapters([requests[i] for i in step], LoRAMapping(step, step))
+            held = {slot: adapter_id for adapter_id, slot in manager.list_active_adapters().items()}
+            marks = {i: "+" * (("activate", i) in told) + ">" * (("load", i) in told) for i in held.values()}
+            cells = [f"{held[slot]}{marks[held[slot]]}" if slot in held else "." for slot in (0, 1)]
+            sent = manager.punica_wrapper.token_lora_indices.tolist()
+            reads += sum(kind == "load" for kind, _ in told)
+            table.append((str(len(table) + 1), " ".join(map(str, step)), *cells, " ".join(map(str, sent))))
+    for name, row in zip(("step", "adapters of rows", "slot 0", "slot 1", "rows are sent to"), zip(*table)):
+        yield f"  {name:17}" + "".join(f"{cell:6}" for cell in row).rstrip()
+    yield f"{reads} reads from disk"

@@ -75,3 +75,30 @@ def demo_6_3() -> Iterator[str]:
     yield "a has 21 tokens, b 3; 10 a step, blocks for 28"
     for _ in range(8):
         yield f"  {step(of)}"
+
+
+def demo_6() -> Iterator[str]:
+    """Each request's line: the tokens that it computes in each step."""
+    of, steps = scheduler(num_blocks=9, max_num_batched_tokens=8), 14
+    wanted = {"a": (1, 5), "b": (2, 9), "c": (3, 2), "d": (0, 3), "e": (1, 2), "f": (3, 4)}
+    for name, (adapter_id, length) in wanted.items():
+        add(of, name, adapter_id, length)
+    lines = {name: [] for name in wanted}
+    held = []
+    for _ in range(steps):
+        output: SchedulerOutput = of.schedule()
+        sampled = {s.request.request_id: [7] for s in output.scheduled if s.samples}
+        running = [request.request_id for request in of.running]
+        held.append(len({request.adapter_id for request in of.running} - {0}))
+        of.update_from_output(output, sampled)
+        for name, line in lines.items():
+            is_over = name not in of.requests and name not in running
+            waits = (
+                "!" if name in output.preempted else " " if is_over else "." if name not in running else "-"
+            )
+            line.append(str(output.num_scheduled_tokens.get(name, waits)))
+    yield "8 tokens a step, 2 slots, 36 tokens of KV cache; tokens of each request in each step"
+    yield "  . waits   - runs without tokens   ! preempted"
+    for name, (adapter_id, length) in wanted.items():
+        yield f"  {name} adapter {adapter_id} prompt {length}   {'  '.join(lines[name])}".rstrip()
+    yield f"  adapters that run      {'  '.join(map(str, held))}"

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,8 +12,11 @@ from torch import nn
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from minivllm.lora.backend import Backend
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.slots import Slots
 
 H = 4  # the width of the small model
 CONFIG = {
@@ -51,6 +54,49 @@ def numbers(tensor: torch.Tensor) -> str:
     if tensor.ndim > 1:
         return " ".join(numbers(row) for row in tensor)
     return f"[{' '.join(f'{value:g}' for value in tensor.tolist())}]"
+
+
+def bars(row: torch.Tensor, most: float) -> str:
+    """A row's numbers as a column each, of a height from 0 to `most`."""
+    heights = [round(8 * min(max(value / most, 0), 1)) for value in row.tolist()]
+    return "".join("·▁▂▃▄▅▆▇█"[height] for height in heights)
+
+
+Way = Callable[[torch.Tensor, RowParallelLinear, Slots], torch.Tensor]
+
+
+def mixed_batch(backends: dict[str, tuple[Backend, Way]], dtype: torch.dtype, device: str) -> Iterator[str]:
+    """What adapters add to each row of a mixed batch, drawn for each of several ways to compute it.
+
+    backends   what the way is called -> a backend, and its `linear` or another method like it
+
+    Adapter 4 adds n + 1 times a row's sum to column n, adapter 9 as much from the other end, and adapter 7 four times
+    the sum to every column.
+    """
+    width, table, ids = 16, [9, 7, 4, None], (0, 4, 4, 9, 0, 7, 9, 4)
+    rising = torch.arange(1, width + 1, dtype=dtype)[:, None]  # (width, 1)
+    columns = {4: rising, 9: rising.flip(0), 7: torch.full_like(rising, 4)}
+    sums = torch.tensor([1, 2, 4, 4, 3, 4, 2, 1], dtype=dtype, device=device)
+    x = (sums[:, None] / width).expand(8, width).contiguous()
+    drawn, values = [], []
+    for backend, way in backends.values():
+        base = RowParallelLinear(width, width, bias=False, params_dtype=dtype).to(device)
+        base.weight.data = torch.zeros(width, width, dtype=dtype, device=device)
+        slots = backend.place(Slots.empty(4, 2, [(width, width)], dtype, device), base)
+        for slot, adapter_id in enumerate(table[:3]):
+            pair = torch.ones(1, width, dtype=dtype), columns[adapter_id]
+            slots.write(slot, [LoRALayerWeights("o_proj", 1, 1, *pair)])
+        backend.begin_step(LoRAMapping(ids, ()), table)
+        y = way(x, base, slots).cpu()
+        drawn.append([bars(row, 64) for row in y])
+        values.append([f"{value:g}" for value in y[:, 0].tolist()])
+    yield f"what adapters add to {width} columns of each row: {', '.join(backends)}; slots hold {table}"
+    for row, adapter_id in enumerate(ids):
+        expected = f"{columns[adapter_id][0].item() * sums[row].item() if adapter_id else 0:g}"
+        found = list(dict.fromkeys(value[row] for value in values))
+        said = f"column 0: {', '.join(found)}" + ("" if found == [expected] else f", must be {expected}")
+        slot = backend.token_lora_indices[row].item()
+        yield f"  adapter {adapter_id} slot {slot:2}  {'  '.join(each[row] for each in drawn)}  {said}"
 
 
 def ones(*shape: int, value: float = 1.0) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from checkout import SERVER, Checkout, one_of_each
 
+from labs.demos import PICTURES
 from labs.kit.mutants import mutants_of
 from labs.kit.overlay import Overlay, Source
 from labs.kit.path import track_of
@@ -48,6 +49,38 @@ def test_a_demo_shows_what_a_classic_mistake_changes(number, tmp_path):
     assert 2 <= len(ours) <= 14
     assert "Error: " not in ours[-1]
     assert any(lines_of(number, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
+
+
+PICTURED = [number for number in EXERCISES if number.partition(".")[0] in PICTURES]
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n == "3.5" else pytest.mark.nightly) for n in PICTURED]
+)
+def test_a_phases_picture_shows_what_a_classic_mistake_changes(number, tmp_path):
+    phase, mistakes = number.partition(".")[0], mutants_of(EXERCISES[number])
+
+    ours = lines_of(phase, tmp_path / "ours")
+
+    assert 2 <= len(ours) <= 14 and max(map(len, ours)) <= 160
+    assert "Error: " not in ours[-1]
+    assert any(lines_of(phase, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
+
+
+def test_a_phase_that_is_done_is_drawn_by_the_learners_code(tmp_path):
+    checkout = Checkout(tmp_path)
+    untouched = checkout.lab("demo", "3")
+    for number in ("3.1", "3.2", "3.4", "3.5", "3.6"):
+        checkout.solve(number)
+    right = checkout.lab("check", "3")
+    checkout.answer("3.1", ("slot_of_id[0] = -1", "slot_of_id[0] = 0"))
+    wrong = checkout.lab("demo", "3")
+
+    assert untouched.stdout.startswith("phase 3, on our code\n")
+    _, _, drawn = right.stdout.partition("Phase 03 is done")
+    assert "phase 3, on your code, with ours for 3.3\n" in drawn
+    assert "adapter 9 slot  0  ██▇▆▆▆▅▄▄▄▃▂▂▂▁·" in drawn and "ours prints the same" in drawn
+    assert "column 0: 16, must be 0\n  ours:   adapter 0 slot -1  ················" in wrong.stdout
 
 
 @pytest.mark.nightly

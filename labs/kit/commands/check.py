@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from labs.demos import PICTURES
 from labs.kit.commands import hunts
-from labs.kit.commands.run import environment
+from labs.kit.commands.run import environment, show_picture
 from labs.kit.commands.shared import SIGNS, WIPE, Number, Several, Which, choose, choose_one, console
 from labs.kit.hunt import choose_hunts, is_hunt
 from labs.kit.path import TRACKS, is_needed, label, mark, named, next_of, track_of
@@ -120,6 +121,8 @@ def say_what_is_next(passed: list[Exercise], progress: Progress) -> None:
         if all(states[exercise.number] == "passed" for exercise in own if is_needed(exercise)):
             beside = "" if all(map(is_needed, own)) else ", and its side tracks are yours to take or leave"
             console.print(f"[green]Phase {phase[:2]} is done[/]{beside}.")
+            if (number := str(int(phase[:2]))) in PICTURES:
+                show_picture(number)  # again at any time: lab demo 5
     following = next_of(exercises, states, progress.last)
     said = named(following) if following else "nothing more on the core path; lab shows what else there is"
     if following and progress.has_changed(following.number, states[following.number]):

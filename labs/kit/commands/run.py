@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from labs.demos import PICTURES
 from labs.kit import overlay
 from labs.kit.commands.shared import SIGNS, Number, choose, choose_one, console
 from labs.kit.path import track_of
@@ -42,7 +43,9 @@ def run(
 
 
 def demo(number: Number) -> None:
-    """After an exercise: the smallest visible thing that it changes, on your code."""
+    """The smallest visible thing that an exercise changes, on your code; of phases 3 to 6 a picture."""
+    if number in PICTURES:
+        raise typer.Exit(show_picture(number))
     exercise = choose_one(number)
     if track_of(exercise) == "side":
         raise LabError(f"lab {number} is a side track, and has no demo; `lab` shows what is on the core path")
@@ -55,11 +58,28 @@ def demo(number: Number) -> None:
     raise typer.Exit(show_demo(number))
 
 
-def show_demo(number: str) -> int:
-    """Print the demo's lines on the learner's code, with ours where they differ; the exit status of theirs."""
-    program = [sys.executable, "-m", "labs.demos", number]
+def show_picture(phase: str) -> int:
+    """Draw what a phase does with all that the learner has written of it; the exit status of that program."""
+    own = choose(phase)
+    solved = [e.number for e in own if not is_untouched(e) and not has_stub(e)]
+    left = [e.number for e in own if e.number not in solved]
+    ours = f", with ours for {', '.join(left)}" if solved and left else ""
+    console.print(f"[bold]phase {phase}[/], on {'your' if solved else 'our'} code{ours}")
+    sys.stdout.flush()
+    return show_demo(phase, ",".join(solved))
+
+
+def show_demo(number: str, selection: str | None = None) -> int:
+    """Print the demo's lines on the learner's code, with ours where they differ; the exit status of theirs.
+
+    selection   what is the learner's, as MINIVLLM_LABS takes it; None: the exercise of that number
+    """
+    program, selection = (
+        [sys.executable, "-m", "labs.demos", number],
+        number if selection is None else selection,
+    )
     ours = subprocess.Popen(program, env=environment(""), cwd=ROOT, text=True, stdout=subprocess.PIPE)
-    yours = subprocess.run(program, env=environment(number), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    yours = subprocess.run(program, env=environment(selection), cwd=ROOT, text=True, stdout=subprocess.PIPE)
     lines, expected = yours.stdout.splitlines(), ours.communicate()[0].splitlines()
     for line, wanted in zip_longest(lines, expected):
         if line is not None:
