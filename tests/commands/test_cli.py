@@ -100,7 +100,7 @@ def test_adapters_in_a_folder_may_know_the_model_by_another_name(base, adapter, 
     assert json.loads(found.stdout)[0]["adapter"] == "loud"
 
 
-@pytest.mark.parametrize("command", ["inspect", "generate"])
+@pytest.mark.parametrize("command", ["generate"])
 def test_factors_of_longer_contexts_are_numbers_with_commas(base, adapter, command):
     for text, complaint in (("2,x", "not of the form 2.0,4.0"), ("0.5", "numbers of at least 1")):
         arguments = [command, str(adapter), "--model", str(base), "--long-lora-scaling-factors", text]
@@ -169,13 +169,29 @@ def test_prompts_come_from_a_file_line_by_line(tmp_path):
     assert prompts == [NamedPrompt("one"), NamedPrompt("two", "a"), NamedPrompt("{not json")]
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", '{"adapter": "a"}'])
-def test_no_prompt_is_an_error(tmp_path, text):
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "prompt"),
+        (b"\n \n", "prompt"),
+        (b'{"adapter": "a"}', "prompt"),
+        (b'{"prompt": ' + b"[" * 100_000, "^line 1 begins like JSON and is none"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", "^line 1 begins like JSON and is none"),
+        (b'{"prompt": "x", "adapter": "sql"', "^line 1 begins like JSON and is none"),
+        (b' { "adapter" : "sql", "prompt": "x",}', "^line 1 begins like JSON and is none"),
+        (b'{"prompt": "a", "adapter": ["x"]}', 'line 1: "adapter" must be a name'),
+        (b"\xff\xfe", "prompts.txt is not UTF-8 text"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_file_without_prompts_is_an_error_and_no_prompt_for_the_base_model(tmp_path, data, complaint):
     file = tmp_path / "prompts.txt"
-    file.write_text(text)
+    file.write_bytes(data)
 
-    with pytest.raises(ValueError, match="prompt"):
+    with pytest.raises(ValueError, match=complaint) as refusal:
         read_prompts(None, file)
+
+    assert len(str(refusal.value)) < 500
 
 
 def test_errors_are_one_sentence_and_exit_status_2(base, monkeypatch, capsys):
@@ -213,26 +229,6 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
     assert read_prompts(None, file) == [NamedPrompt("one\u2028two", "base")]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"prompt": ' + "[" * 100_000,
-        '{"prompt": ' + "1" * 5000 + "}",
-        '{"prompt": "x", "adapter": "sql"',
-        ' { "adapter" : "sql", "prompt": "x",}',
-    ],
-    ids=lambda line: line[:40],
-)
-def test_a_line_that_begins_like_json_and_is_none_is_no_prompt_for_the_base_model(tmp_path, line):
-    file = tmp_path / "prompts.txt"
-    file.write_text(line)
-
-    with pytest.raises(ValueError, match=r"^line 1 begins like JSON and is none") as refusal:
-        read_prompts(None, file)
-
-    assert len(str(refusal.value)) < 500
-
-
 def test_a_name_that_is_nearly_an_adapter_s_is_warned_of(capsys):
     adapters = parse_adapters(["sql=somewhere", "dates=there"])
 
@@ -258,21 +254,6 @@ def test_an_answer_that_the_terminal_cannot_show_is_shown_escaped():
     )
 
     assert (ran.returncode, ran.stdout) == (0, "h\\xe9 \\U0001f389\n"), ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("data", "complaint"),
-    [
-        (b'{"prompt": "a", "adapter": ["x"]}', 'line 1: "adapter" must be a name'),
-        (b"\xff\xfe", "prompts.txt is not UTF-8 text"),
-    ],
-)
-def test_an_unreadable_prompt_file_is_an_error(tmp_path, data, complaint):
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(data)
-
-    with pytest.raises(ValueError, match=complaint):
-        read_prompts(None, file)
 
 
 def test_a_missing_package_is_an_error_of_one_sentence(monkeypatch, capsys):

@@ -127,19 +127,6 @@ def test_each_name_is_a_model_and_answers_as_peft_does(client, answers):
         assert [text_of(client, name) for _ in range(3)] == [answers.text(name, "a tale")] * 3
 
 
-def test_a_stream_comes_in_pieces_and_an_unknown_name_is_404(client, answers):
-    stream = client.completions.create(
-        model="all", prompt="a tale", stream=True, **{**GREEDY, "max_tokens": 20}
-    )
-
-    pieces = [chunk.choices[0].text for chunk in stream]
-
-    assert len(pieces) > 1
-    assert "".join(pieces) == answers.text("all", "a tale", 20)
-    with pytest.raises(openai.NotFoundError, match="there are: tiny, all, qv"):
-        text_of(client, "nobody")
-
-
 def test_an_adapter_that_many_ask_for_at_once_is_answered_by_both_engines(fleet, client, answers):
     before = dict(fleet.broadcast("ask", "call", tokens_made).results())
 
@@ -213,15 +200,6 @@ def test_an_engine_that_was_started_later_has_the_adapter_as_it_was_read_again(
     patient = client.with_options(max_retries=5)
 
     assert {text_of(patient, "kept") for _ in range(6)} == {answers.text("patterns", "a tale")}
-
-
-def test_an_engine_whose_process_ends_is_replaced(fleet, client, answers):
-    before = replicas(fleet)
-    fleet.broadcast("ask", "call", end_process).results(return_exceptions=True)
-
-    wait_for(lambda: len(set(replicas(fleet)) - set(before)) == 2)
-
-    assert text_of(client.with_options(max_retries=5), "qv") == answers.text("qv", "a tale")
 
 
 def test_more_requests_than_one_engine_is_meant_for_start_another(serve, world, answers):

@@ -125,8 +125,18 @@ def test_from_the_same_folder_it_leaves_the_adapter_known_by_all_its_names(world
     assert answer(engine, "alias") == world.oracle().greedy("qv", PROMPT, 6)
 
 
-@pytest.mark.parametrize("which", list(product([True, False], repeat=3)), ids=str)
-@pytest.mark.parametrize("aborted", [False, True], ids=["each has a request", "due at once"])
+@pytest.mark.parametrize(
+    ("which", "aborted"),
+    [
+        *((which, False) for which in product([True, False], repeat=3)),  # each has a request
+        *(
+            ((True, False, True), True),
+            ((True, True, False), True),
+            ((False, False, False), True),
+        ),  # due at once
+    ],
+    ids=str,
+)
 def test_of_several_in_a_row_the_last_good_one_counts(world, bad, which, aborted):
     """The reloads wait for one request of the old weights; of each the request waits for the one before it."""
     engine = world.engine()

@@ -89,14 +89,11 @@ def oracle():
     gc.collect()
 
 
-def test_every_request_is_answered(outputs):
+def test_every_request_is_answered_and_alike_under_both_names_of_one_adapter(outputs):
     assert sorted(outputs) == ["0", "1", "2", "3", "4"]
     assert [len(outputs[i].outputs) for i in sorted(outputs)] == [1, 1, 1, 1, 3]
     assert all(output.error is None for output in outputs.values())
     assert all(c.text and c.finish_reason in ("length", "stop") for o in outputs.values() for c in o.outputs)
-
-
-def test_both_names_of_one_adapter_give_the_same_answer(outputs):
     assert outputs["2"].outputs[0].text == outputs["3"].outputs[0].text
     assert outputs["3"].lora_request.lora_name == "sql-lora2"
 

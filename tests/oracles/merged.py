@@ -78,19 +78,6 @@ class PeftAdapters:
             adapted = peft.PeftModel.from_pretrained(self.base, folder)
         return folder, self._deltas(adapted)
 
-    def ranks_and_scalings(self, config):
-        """Module name -> what PEFT gave it."""
-        import peft
-
-        adapted = peft.get_peft_model(self.base, peft.LoraConfig(**config))
-        found = {
-            name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
-            for name, module in adapted.named_modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer)
-        }
-        self._take_off(adapted)
-        return found
-
     def _deltas(self, adapted):
         merged = dict(adapted.merge_and_unload().named_parameters())
         deltas = {name.removesuffix(".weight"): merged[name] - old for name, old in self.weights.items()}

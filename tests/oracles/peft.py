@@ -54,21 +54,6 @@ def load_oracle(
     return model.eval()
 
 
-@torch.no_grad()
-def greedy_tokens(oracle: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
-    """What transformers' generate answers, with no end but the length."""
-    output = oracle.generate(
-        input_ids=torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=max_tokens,
-        min_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 Result = TypeVar("Result")
 
 

@@ -205,21 +205,6 @@ def test_a_failed_copy_leaves_the_slot_free_and_the_adapter_inactive(monkeypatch
     assert_slot_holds(manager, 0, None, "nothing")
 
 
-def test_after_a_failed_copy_the_next_attempt_succeeds(monkeypatch):
-    weights = random_weights(1)
-    manager = make_manager(slots=1)
-    manager.add_adapter(adapter_of(1, weights))
-    with monkeypatch.context() as broken:
-        fail_copies(broken, manager)
-        with pytest.raises(OSError, match="device lost"):
-            manager.activate_adapter(1)
-
-    assert manager.activate_adapter(1) is True, "the first copy failed, the second is one: True"
-
-    assert_slots(manager, [1], "adapter 1 was activated once more, after a copy that failed")
-    assert_slot_holds(manager, 0, weights, "adapter 1")
-
-
 class _Gone(BaseException):
     """What is no Exception, as Ctrl-C is none."""
 

@@ -305,7 +305,7 @@ class TestPrompts:
         outputs = run(engine)
 
         answer = llama.answer("cats", ids, 10)
-        assert outputs["cats"].prompt_token_ids == ids
+        assert engine.get_tokenizer(cats)(text)["input_ids"] == outputs["cats"].prompt_token_ids == ids
         assert tokens_of(outputs["cats"]) == answer
         assert any(token >= V for token in answer)
         assert outputs["cats"].outputs[0].text == own.decode(answer, skip_special_tokens=True)
