@@ -23,6 +23,8 @@ def shown(path: Path) -> str:
 class Progress:
     """passed: exercise -> hash of the code that passed, the latest last; hints: exercise -> how many were given
 
+    checked: the exercise or hunt that was checked last without a pass; None if the last check passed
+
     Several commands may run beside each other: each reads the file again before it changes something in it.
     """
 
@@ -34,17 +36,19 @@ class Progress:
         held: dict[str, Any] = json.loads(self.file.read_text()) if self.file.is_file() else {}
         self.passed: dict[str, str] = held.get("passed", {})
         self.hints: dict[str, int] = held.get("hints", {})
+        self.checked: str | None = held.get("checked")
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Inside, `passed` and `hints` are as the last command left them, and no other changes them."""
+        """Inside, all of it is as the last command left it, and no other changes it."""
         FOLDER.mkdir(exist_ok=True)
         with (FOLDER / "progress.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._read()
             yield
             written = self.file.with_suffix(".new")
-            written.write_text(json.dumps({"passed": self.passed, "hints": self.hints}, indent=1))
+            held = {"passed": self.passed, "hints": self.hints, "checked": self.checked}
+            written.write_text(json.dumps(held, indent=1))
             written.replace(self.file)  # at once, for those who only read
 
     @property
@@ -57,6 +61,11 @@ class Progress:
         with self.changing():
             self.passed.pop(number, None)
             self.passed[number] = digest
+
+    def is_stuck_at(self, number: str | None) -> None:
+        """This is what a check was about that did not pass; None: it passed."""
+        with self.changing():
+            self.checked = number
 
     def next_hint(self, number: str, of: int) -> int:
         """Which of so many hints is given now, which is noted: the last one again and again."""

@@ -11,15 +11,23 @@ from rich.table import Table
 from labs.kit.api import contract, page_of
 from labs.kit.commands import hunts
 from labs.kit.commands.shared import Number, choose, choose_one, console, only_hunt
+from labs.kit.folding import beside
 from labs.kit.hints import hints_of
-from labs.kit.hunt import choose_hunts, is_hunt
+from labs.kit.hunt import choose_hunts, is_hunt, read_hunts
 from labs.kit.overlay import starters
+from labs.kit.path import next_of
 from labs.kit.progress import Progress, learners_code, reset, shown
 from labs.kit.regions import LabError
+from labs.kit.surroundings import put_back
 
 
-def hint(number: Number) -> None:
+def hint(
+    number: Annotated[str | None, typer.Argument(help="An exercise; none: where you are.")] = None,
+) -> None:
     """The next of three hints: a nudge, the approach, pseudocode."""
+    if number is None:
+        number, why = where_one_is(Progress())
+        console.print(f"[dim]lab {number}, {why}[/]")
     if is_hunt(number):
         hunts.hint(only_hunt(number))
         return
@@ -30,6 +38,22 @@ def hint(number: Number) -> None:
     given = Progress().next_hint(number, len(hints.hints))
     console.print(f"[bold]Hint {given} of {len(hints.hints)}, lab {number}: {escape(exercise.title)}[/]")
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
+
+
+def where_one_is(progress: Progress) -> tuple[str, str]:
+    """The exercise or hunt whose hint somebody wants who names none, and why that one. LabError after the last."""
+    exercises = choose(None)
+    states = {exercise.number: progress.state(exercise) for exercise in exercises}
+    states |= {number: hunt.state(progress) for number, hunt in read_hunts().items()}
+    if states.get(progress.checked, "passed") != "passed":
+        return progress.checked, "which you checked last"
+    following = next_of(exercises, states, progress.last)
+    if following is None:
+        raise LabError(
+            f"nothing on your path is left to solve; name an exercise, such as `lab hint {exercises[0].number}`"
+        )
+    begun = states[following.number] == "started"
+    return following.number, "which you have begun" if begun else "which is next on your path"
 
 
 def api(number: Number) -> None:
@@ -54,7 +78,7 @@ def api(number: Number) -> None:
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
 ) -> None:
-    """Your code beside ours."""
+    """Your code beside ours: what differs, with docstrings folded."""
     if is_hunt(number):
         raise LabError(f"`lab hunt {only_hunt(number).id} --spoil` shows what was broken")
     exercise = choose_one(number)
@@ -62,11 +86,11 @@ def diff(
         raise LabError(
             f"lab {number} has not passed as it is now; `lab check {number}`, or --spoil to see ours"
         )
-    yours, ours = (
-        Syntax(code, "python", theme="ansi_dark", word_wrap=True)
-        for code in (learners_code(exercise), exercise.code())
-    )
-    if console.width >= 160:
+    codes = beside(learners_code(exercise), exercise.code())
+    yours, ours = (Syntax(code, "python", theme="ansi_dark", word_wrap=True) for code in codes)
+    if codes[0] == codes[1]:
+        console.print("yours is ours, but for docstrings, comments and layout")
+    elif console.width >= 160:
         table = Table("yours", "ours")
         table.add_row(yours, ours)
         Console().print(table)
@@ -78,6 +102,9 @@ def diff(
 def reset_command(
     number: Annotated[str, typer.Argument(help="An exercise, such as 3.2; or a phase: all of its files.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    outside: Annotated[
+        bool, typer.Option("--outside", help="What stands outside the exercises; your answers stay.")
+    ] = False,
 ) -> None:
     """Put the stub back. What was there is kept under .lab/backup."""
     if is_hunt(number):
@@ -90,8 +117,17 @@ def reset_command(
     chosen = choose(number)
     is_phase = "." not in number
     what = f"all of labs/{chosen[0].phase}" if is_phase else f"lab {number} in {shown(chosen[0].starter)}"
+    if outside:
+        what = (
+            f"what is outside the exercises of {', '.join(dict.fromkeys(shown(e.starter) for e in chosen))},"
+        )
     if not yes and not typer.confirm(f"Put back {what} as it was at the start?"):
         raise typer.Exit(1)
+    if outside:
+        for exercise in {exercise.starter: exercise for exercise in chosen}.values():
+            kept = put_back(exercise)
+            console.print(f"kept: {kept}" if kept else f"{shown(exercise.starter)} is as it was there")
+        return
     for path in reset(chosen, whole_files=is_phase):
         console.print(f"kept: {shown(path)}")
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,8 @@ from labs.kit.commands.shared import SIGNS, WIPE, Number, Several, Which, choose
 from labs.kit.hunt import choose_hunts, is_hunt
 from labs.kit.path import TRACKS, is_needed, label, mark, named, next_of, track_of
 from labs.kit.progress import Progress, digest, is_untouched, learners_exercise, place, shown
-from labs.kit.regions import ROOT, Exercise
+from labs.kit.regions import ROOT, Exercise, LabError
+from labs.kit.surroundings import complaint
 
 if TYPE_CHECKING:
     from labs.kit.forks import Job, Result
@@ -81,10 +83,13 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
         say_grade(result, trace)
         if result.state == "passed":
             progress.remember(result.exercise.number, result.digest)
+    say_surroundings(chosen)
     if len(chosen) > 1:
         say_counts(chosen, states)
     left = [exercise for exercise in chosen if states[exercise.number] != "passed"]
-    if stuck := stuck_at(left, alone=len(chosen) == 1):
+    stuck = stuck_at(left, alone=len(chosen) == 1)
+    progress.is_stuck_at(stuck.number if stuck else None)
+    if stuck:
         console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
         if states[stuck.number] == "failed":
             console.print(
@@ -100,6 +105,16 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     if not needed:
         say_what_is_next(chosen, progress)
     return not needed
+
+
+def say_surroundings(chosen: list[Exercise]) -> None:
+    """Of each file: what is not as it was given outside its exercises, which may break one that was not checked."""
+    for exercise in {exercise.starter: exercise for exercise in reversed(chosen)}.values():
+        with suppress(
+            LabError
+        ):  # without its markers or its file nothing can be told, and the grade has said so
+            if said := complaint(exercise):
+                console.print(f"[yellow]{escape(said)}[/]")
 
 
 def say_counts(chosen: list[Exercise], states: dict[str, str]) -> None:

@@ -99,6 +99,7 @@ def check_hunts(hunts: list[Hunt]) -> bool:
                 raise
             console.print(f"{SIGNS['failed']} {hunt.number} {escape(hunt.title)}\n    {escape(str(error))}")
             continue
+        progress.is_stuck_at(None if grade.state == "passed" else hunt.number)
         if grade.step == "fix":
             with progress.changing():
                 progress.passed[of_test] = hunt.digest(with_fixes=False)

@@ -1,0 +1,57 @@
+"""Two versions of an exercise's code as `lab diff` shows them: docstrings folded, and what is alike named in a line."""
+
+import ast
+from collections.abc import Iterator
+
+from labs.kit.regions import Function
+
+FOLDED = '"""..."""'
+ALIKE = "...  # the same in both"
+DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def beside(yours: str, ours: str) -> tuple[str, str]:
+    """Both without their docstrings, and without the bodies of functions that do the same in both.
+
+    What Python cannot read is shown whole.
+    """
+    try:
+        trees = ast.parse(yours), ast.parse(ours)
+    except SyntaxError:
+        return yours, ours
+    mine, theirs = (dict(_functions(tree)) for tree in trees)
+    alike = {name for name in mine.keys() & theirs.keys() if _meaning(mine[name]) == _meaning(theirs[name])}
+    return _folded(yours, trees[0], mine, alike), _folded(ours, trees[1], theirs, alike)
+
+
+def _functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Function]]:
+    """Functions and methods by their qualified names; those within another function are a part of it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            yield owner + child.name, child
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{owner}{child.name}.")
+
+
+def _meaning(function: Function) -> str:
+    """What it is to Python: without docstrings, comments and layout."""
+    function = ast.parse(ast.unparse(function)).body[0]
+    for node in ast.walk(function):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(function)
+
+
+def _folded(text: str, tree: ast.Module, functions: dict[str, Function], alike: set[str]) -> str:
+    lines = text.split("\n")
+    folds = [(f.body[0].lineno, f.end_lineno, ALIKE) for name, f in functions.items() if name in alike]
+    hidden = {line for first, last, _ in folds for line in range(first, last + 1)}
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            said = node.body[0]
+            if said.lineno not in hidden and said.lineno > node.lineno:
+                folds.append((said.lineno, said.end_lineno, FOLDED))
+    for first, last, new in sorted(folds, reverse=True):
+        line = lines[first - 1]
+        lines[first - 1 : last] = [line[: len(line) - len(line.lstrip())] + new]
+    return "\n".join(lines)
