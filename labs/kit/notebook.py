@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -32,9 +31,7 @@ def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
     FOLDER.mkdir(exist_ok=True)
     text = ours.read_text(encoding="utf-8")
     # The copy lies one folder higher.
-    text = re.sub(
-        r"\]\((README|in_vllm)\.md", rf"](../phases/{phase}/\1.md", text.replace("](../../", "](../")
-    )
+    text = text.replace("](../../", "](../").replace("](README.md", f"](../phases/{phase}/README.md")
     yours.write_text(without_outputs(text), encoding="utf-8")
     return yours, True
 
