@@ -3,19 +3,12 @@
 Without a GPU slots are written by the same kernel, through Triton's interpreter, with nothing beside it.
 """
 
-import pytest
-
 from minivllm.core.output import ADAPTER_COPY
 from minivllm.gpu import make_slot_writer
 from tests.tools.device import DEVICE
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9, 10]
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def engine_with_adapters_in_memory(world, **options):

@@ -7,12 +7,7 @@ from minivllm import EngineArgs
 from minivllm.gpu import measured_memory
 from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.worker.warm_up import profile_run
-from tests.worlds.engines import OPTIONS, tiny_world
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
+from tests.worlds.engines import OPTIONS
 
 
 class TestCacheSize:

@@ -130,20 +130,6 @@ def test_base_rows_are_those_of_the_base_layer_to_the_bit(dtype):
 
 
 @needs_cuda
-def test_gate_and_up_in_one_are_the_same():
-    base = base_layer(64, 24, torch.float32)
-    two, three = wrap(base, "triton"), wrap(base, "triton", parts=["w13"])
-    for slot, ((_, a2, a3), (_, b2, b3)) in enumerate(adapters(64, 24, torch.float32)):
-        two.set_lora(slot, [a3, a2, a3], [b3, b2, -b3])
-        three.set_lora(slot, [a3, a2], [torch.cat([b3, -b3], dim=1), b2])
-    x, router_logits, slots = batch(33, 64, torch.float32)
-    for layer in (two, three):
-        use_slots(layer, slots)
-
-    assert_rows_equal(three(x, router_logits), two(x, router_logits), tolerance=1e-5)
-
-
-@needs_cuda
 def test_bfloat16_does_not_wait_for_the_gpu():
     layer = wrap(base_layer(64, 24, torch.bfloat16), "triton")
     for slot, adapter in enumerate(adapters(64, 24, torch.bfloat16)):

@@ -17,7 +17,7 @@ from minivllm.gpu.cuda_graphs import capture_sizes, mixed_sizes
 from minivllm.gpu.step_graphs import NO_ADAPTERS
 from tests.tools.device import needs_cuda, no_waiting
 from tests.tools.nights import without_gpu_at_night
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.gpu import (
     MIXED,
     add_requests,
@@ -27,12 +27,6 @@ from tests.worlds.gpu import (
     watch_replays,
 )
 from tests.worlds.models import token_ids
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
-
 
 both_kinds = pytest.mark.parametrize("kind", ["decodes", "mixed"])
 

@@ -1,6 +1,5 @@
 """Rows that want more than the likeliest token are sampled on a GPU while its next step is being prepared."""
 
-import pytest
 import torch
 
 from minivllm import SamplingParams
@@ -8,13 +7,8 @@ from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Sampler, make_generator
 from tests.tools.device import needs_cuda
 from tests.worlds.ahead import WISHES
-from tests.worlds.engines import run, tiny_world, tokens_of
+from tests.worlds.engines import run, tokens_of
 from tests.worlds.models import token_ids
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def sampled(logits, masks):

@@ -7,14 +7,9 @@ from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.gpu.kernels.stand_ins import fill_in
 from tests.tools.device import DEVICE, needs_cuda
 from tests.worlds.ahead import with_lookahead
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.gpu import MIXED, add_requests, assert_tokens_are_right, graphed_engine
 from tests.worlds.models import token_ids
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def ahead_engine(world, **options):

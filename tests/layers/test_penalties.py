@@ -13,7 +13,7 @@ from minivllm.layers import sampler as sampler_module
 from minivllm.layers.penalties import TokenHistory, apply_penalties
 from minivllm.layers.sampler import Sampler
 from minivllm.worker.row_sampler import PendingStep
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.models import token_ids
 
 VOCAB = 41
@@ -32,11 +32,6 @@ ASKED = {
         "logit_bias": {3: 1.75, 9: -20.0},
     },
 }
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def bumpy(seed, rows=1, vocab=VOCAB, dtype=torch.float64):

@@ -17,7 +17,7 @@ from minivllm.lora import loading, plans
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
-from tests.worlds.engines import TinyWorld, tiny_world
+from tests.worlds.engines import TinyWorld
 from tests.worlds.malformed_adapters import CONFIG, WEIGHTS, configure, tensors_of
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
@@ -29,11 +29,6 @@ OTHERS = {
     "regex": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "alpha_pattern": {"q_pro(j|k)": 3}},
 }
 FUSED = {"fused": {"r": 3, "lora_alpha": 7, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 class Loaders:

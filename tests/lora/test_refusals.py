@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minivllm import LoRARequest
-from tests.worlds.engines import greedy, run, snapshot, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, snapshot, tokens_of
 from tests.worlds.spoiled_adapters import (
     A0,
     CONFIG,
@@ -34,11 +34,6 @@ from tests.worlds.spoiled_adapters import (
 )
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

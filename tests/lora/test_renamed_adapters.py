@@ -12,7 +12,7 @@ from minivllm import LoRARequest
 from minivllm.models import registry
 from minivllm.models.interfaces import WeightsMapper
 from minivllm.models.llama import LlamaForCausalLM
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -25,11 +25,6 @@ class RenamedLlama(LlamaForCausalLM):
 
     hf_to_vllm_mapper: ClassVar = WeightsMapper(orig_to_new_substr=PIECES)
     lora_skip_prefixes: ClassVar = ["mtp."]
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def as_trained(text: str) -> str:

@@ -5,14 +5,8 @@ import torch
 
 from minivllm.models.registry import get_model
 from tests.oracles.peft import quantized_names, quantized_oracle
-from tests.worlds.engines import tiny_world
 from tests.worlds.models import token_ids, transformers_model
 from tests.worlds.ranks import engines_in_lockstep, in_lockstep, serve
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from minivllm import AsyncLLM
 from minivllm.errors import EngineDeadError
 from minivllm.serving.engine_process import EngineProcess
-from tests.worlds.engines import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
+from tests.worlds.engines import OPTIONS, greedy, make_engine, run, tokens_of
 from tests.worlds.processes import all_end, group_is_left, kill_rank, misinform_others, rank_pids
 from tests.worlds.waiting import PATIENCE, threads_end
 
@@ -26,11 +26,6 @@ PROMPT = [5, 6, 7, 8, 9]
 SOON = 50  # seconds: ten times as long as it takes at most where nothing else runs
 OPEN_FILES: list[int] = []  # after each engine; gloo keeps some of the first one's for all that follow
 TWO = {"tensor_parallel_size": 2, "threads": 1}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture

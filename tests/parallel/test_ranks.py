@@ -11,16 +11,11 @@ from minivllm.errors import EngineDeadError, in_one_sentence
 from minivllm.parallel import other_ranks, shared_reading
 from minivllm.parallel.ranks import config_of, device_of
 from minivllm.serving.engine_process import EngineProcess
-from tests.worlds.engines import OPTIONS, greedy, make_engine, tiny_world, tokens_of
+from tests.worlds.engines import OPTIONS, greedy, make_engine, tokens_of
 from tests.worlds.processes import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
 from tests.worlds.waiting import PATIENCE
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

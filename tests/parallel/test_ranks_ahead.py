@@ -7,17 +7,12 @@ import pytest
 
 from minivllm import SamplingParams
 from tests.worlds.ahead import WISHES
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 from tests.worlds.gpu import graph_all_ranks
 from tests.worlds.models import token_ids
 from tests.worlds.processes import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_loras": 4}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture

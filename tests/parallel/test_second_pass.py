@@ -7,17 +7,12 @@ Then bits may differ, on one process as on many. A wrong key or a stale buffer w
 import pytest
 
 from minivllm import SamplingParams
-from tests.worlds.engines import run, tiny_world, tokens_of
+from tests.worlds.engines import run, tokens_of
 from tests.worlds.gpu import graph_all_ranks
 from tests.worlds.models import token_ids
 from tests.worlds.ranks import engines_in_lockstep
 
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def passes(engine, world, requests=10):

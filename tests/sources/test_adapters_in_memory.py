@@ -8,14 +8,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from minivllm import LoRARequest
-from tests.worlds.engines import greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 def tensors_of(world, name):

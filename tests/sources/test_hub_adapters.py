@@ -21,17 +21,12 @@ from huggingface_hub import constants, errors
 
 from minivllm import LLM, LoRARequest
 from minivllm.vllm.utils import get_adapter_absolute_path
-from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
+from tests.worlds.engines import OPTIONS, greedy, run, tokens_of
 
 ID = "somebody/sql-adapter"
 PROMPT = [5, 6, 7, 8, 9]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = "adapter_model.safetensors"
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

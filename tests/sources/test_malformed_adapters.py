@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from minivllm import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver
 from tests.tools.limits import Peak, TimeLimit
-from tests.worlds.engines import greedy, tiny_world
+from tests.worlds.engines import greedy
 from tests.worlds.models import character_tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
@@ -51,11 +51,6 @@ def test_it_was_an_attack(report):
     assert outcomes["FileNotFoundError"] > 1
     assert outcomes["failed alone"] > 2
     assert outcomes["served"] > 2
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture

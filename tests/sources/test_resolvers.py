@@ -12,15 +12,10 @@ import pytest
 
 from minivllm import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolver, LoRAResolverRegistry, stable_id
-from tests.worlds.engines import greedy, run, snapshot, tiny_world, tokens_of
+from tests.worlds.engines import greedy, run, snapshot, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
 PROMPT_DICT = {"prompt_token_ids": PROMPT}
-
-
-@pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)
