@@ -1,5 +1,6 @@
 """Notebooks run, also cell by cell, and print what is committed, outside cells tagged `timing`."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -24,6 +25,28 @@ def test_every_code_cell_has_an_output_and_some_a_picture(path):
 
     assert [cell.source for cell in cells if not cell.outputs] == []
     assert any(map(has_picture, cells))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
+def test_no_cell_draws_by_itself(path):
+    cells = code_cells(nbformat.read(path, as_version=4))
+
+    assert [cell.source for cell in cells if re.search(r"matplotlib|\bplt\.|\.imshow\(", cell.source)] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS[1:11], ids=lambda path: path.parent.name)
+def test_readers_write_twice_and_are_told_right_after_what_is_missing(path):
+    cells = nbformat.read(path, as_version=4).cells
+    turns = [
+        at for at, cell in enumerate(cells) if cell.cell_type == "markdown" and "Your turn" in cell.source
+    ]
+
+    assert len(turns) >= 2
+    for at in turns:
+        written, checked = (cell for cell in cells[at + 1 : at + 4] if cell.cell_type == "code")
+        assert re.search(r"^(def|class) |^BODY = ", written.source, re.MULTILINE)
+        said = text_of(written) + text_of(checked)
+        assert re.search(r"Yours (differs in|is too|is .* behind)|your test passes on the broken", said), said
 
 
 def assert_as_committed(path, notebook):
