@@ -171,7 +171,8 @@ class LRUCacheLoRAModelManager:
         if self.slot_writer is not None:
             self.slot_writer.stage(adapter)
 
-    def _write(self, adapter: LoRAModel, slot: int) -> None:
+    def write_slot(self, adapter: LoRAModel, slot: int) -> None:
+        """Copy an accepted adapter into a slot, of which the tables hear nothing. When it raises, the slot is empty."""
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: into a slot, also when the copy fails

@@ -44,7 +44,7 @@ def demo_5_2() -> Iterator[str]:
     tiers = manager(4, 1, 2, 3)
     for adapter_id in (1, 2, 1, 3):
         yield f"activate {adapter_id}: {tiers.activate_adapter(adapter_id)}; {where(tiers)}"
-    tiers._write = fail_to_copy
+    tiers.write_slot = fail_to_copy
     for adapter_id in (2, 9):
         try:
             tiers.activate_adapter(adapter_id)

@@ -48,11 +48,16 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """One form of a mistake.   what: the mistake, in a sentence"""
+    """One form of a mistake.
+
+    what   the mistake, in a sentence
+    lets   of a variant: what users would see, in words that follow "an engine where"
+    """
 
     name: str
     what: str
     edits: list[Edit]
+    lets: str = ""
 
     def texts(self) -> dict[str, str]:
         """Every module that it changes, with the mistake in it. LabError where an edit does not fit the engine."""
@@ -141,6 +146,7 @@ class Hunt:
                 f"{self.number} {table['name']}",
                 table["what"],
                 [Edit(e["module"], e["old"], e["new"]) for e in table.get("edit") or [table]],
+                table.get("lets", ""),
             )
             for table in self._sealed.get(kind, [])
         ]

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,7 +20,7 @@ SECONDS = 15.0  # that a test of a learner's may compute, on one engine
 SOUND, BROKEN, VARIANT, OTHER, FIX, OTHERWISE = (
     "the sound engine",
     "the broken engine",
-    "a variant",
+    "an engine where ",  # and what users would see there
     "another fault",
     "your fix",
     "a sound engine that is written otherwise",
@@ -81,7 +82,7 @@ def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str
         return [TOO_WEAK + advice_on_weakness(hunt, path, limit)], seconds
     if problems:
         return problems, seconds
-    jobs = [_job(VARIANT, fault.sources(), path) for fault in hunt.faults[1:]]
+    jobs = [_job(VARIANT + fault.lets, fault.sources(), path) for fault in hunt.faults[1:]]
     jobs += [_job(OTHERWISE, form.sources(), path) for form in hunt.right_forms]
     for other in read_hunts().values():
         if other.id != hunt.id and other.id not in hunt.kin:
@@ -153,7 +154,7 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
     if skipped and engine != FIX:
         name, why = skipped[0].test.rpartition("::")[2], skipped[0].message.removeprefix(f"{SKIPPED}: ")
         return f"{name or skipped[0].test} is skipped on {engine}, and must run there: {why}"
-    must_fail = engine in (BROKEN, VARIANT)
+    is_variant = engine.startswith(VARIANT)
     endless = next((result.message for result in failed if NO_END in result.message), outcome.trouble)
     if endless and (endless != outcome.trouble or not failed):
         advice = f"; {DOES_NOT_END if engine == FIX else 'bound its steps or its seconds'}"
@@ -161,16 +162,23 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
     broken_file = [result for result in outcome.of("failed", "todo") if "::" not in result.test]
     if broken_file:
         return f"on {engine} the file cannot be read: {broken_file[0].message}"
-    if must_fail:
-        weak = {
-            BROKEN: TOO_WEAK,
-            VARIANT: "your test passes on another form of the same fault, and must fail there",
-        }
-        return None if failed else weak[engine]
+    if engine == BROKEN or is_variant:
+        weak = f"your test passes on {engine}: another form of the same fault, on which it must fail, too"
+        return None if failed else weak if is_variant else TOO_WEAK
     if failed:
         name = failed[0].test.partition("::")[2]  # with its class, whose name is the subject of the test's
+        if engine == FIX and failed[0].test.partition("::")[0].startswith("tests/"):
+            return f"with your fix it does not hold that {promise_of(name)} ({name}): {failed[0].message}"
         return f"{name} fails on {engine}, and must pass there: {failed[0].message}"
     return None if outcome.of("passed") else f"on {engine} no test ran"
+
+
+def promise_of(test: str) -> str:
+    """What a test of the project says by its name: `TestReload::test_happens_once[::a]` that reload happens once."""
+    subject, _, said = test.partition("[")[0].rpartition("::")
+    subject = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", subject.removeprefix("Test")).lower()
+    said = re.sub(r"^test_(\d+_)?", "", said).replace("_", " ")
+    return f"{subject} {said}".strip()
 
 
 def grade_fix(hunt: Hunt, fixes: dict[str, Source]) -> tuple[list[str], float]:

@@ -36,6 +36,7 @@ RENAMED = {
     "_timed_load": "_load",
     "_unsupported": "unsupported",
     "_widest_dtype": "widest_dtype",
+    "_write": "write_slot",
     "as_fault": "recoverable",
     "is_fault": "is_recoverable",
     "may_run": "why_wait",

@@ -170,7 +170,8 @@ class LRUCacheLoRAModelManager:
         if self.slot_writer is not None:
             self.slot_writer.stage(adapter)
 
-    def _write(self, adapter: LoRAModel, slot: int) -> None:
+    def write_slot(self, adapter: LoRAModel, slot: int) -> None:
+        """Copy an accepted adapter into a slot, of which the tables hear nothing. When it raises, the slot is empty."""
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: into a slot, also when the copy fails
@@ -190,7 +191,7 @@ class LRUCacheLoRAModelManager:
             raise ValueError(f"adapter {lora_id} is not registered; known are {sorted(self.list_adapters())}")
         slot = self.tiers.find_slot()
         started = time.perf_counter()
-        self._write(lora, slot)
+        self.write_slot(lora, slot)
         self.tiers.slots.put(lora_id, slot)
         self.touch_adapter(lora_id)
         self.tell("activate", lora_id, slot, seconds=time.perf_counter() - started)

@@ -124,7 +124,7 @@ class Follower:
                 manager.pool.ledger.lender = GivenPages(assignment.pages)
             # Rank 0 has decided which slot, and that it is free. The table names the adapter once it is there.
             manager.tiers.memory.put(adapter_id, lora)
-            manager._write(lora, assignment.slot)
+            manager.write_slot(lora, assignment.slot)
             manager.tiers.slots.put(adapter_id, assignment.slot)
         self._assigned = assigned
 

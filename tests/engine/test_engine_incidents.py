@@ -86,12 +86,14 @@ def test_07_other_weights_under_the_same_name_find_no_keys_and_values_of_the_old
     assert output.num_cached_tokens == 0
 
 
-def test_08_an_adapter_for_another_model_is_refused_with_the_names_that_do_not_match(world, folder):
+@pytest.mark.parametrize(
+    ("old", "new"), [("q_proj", "query"), ("layers.1.", "layers.7."), ("model.layers.", "text_model.layers.")]
+)
+def test_08_an_adapter_for_another_model_is_refused_with_the_names_that_do_not_match(world, folder, old, new):
     engine = world.engine()
-    renamed("q_proj", "query")(folder)
-    renamed("v_proj", "value")(folder)
+    renamed(old, new)(folder)
 
-    with pytest.raises(ValueError, match=r"query") as error:
+    with pytest.raises(ValueError, match=new) as error:
         engine.add_request("a", PROMPT, greedy(), lora_request=LoRARequest("mine", 7, str(folder)))
 
     assert "q_proj" in str(error.value)
@@ -181,9 +183,24 @@ def test_12_what_is_no_adapter_is_never_acknowledged(world, folder, spoil):
     assert tokens_of(run(engine)["b"]) == world.oracle().greedy("all", PROMPT, 4)
 
 
-def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder):
+def test_12_an_adapter_whose_folder_has_gone_since_is_not_acknowledged_again(world, folder):
     engine = world.engine(max_loras=1, max_cpu_loras=1)
+    mine = LoRARequest("mine", 7, str(folder))
+    assert engine.add_lora(mine)
     ask(engine, world, "all")
+    shutil.rmtree(folder)
+
+    with pytest.raises(FileNotFoundError, match="mine"):
+        engine.add_lora(mine)
+
+    assert 7 not in engine.list_loras()
+
+
+@pytest.mark.parametrize("good", [["all"], ["qv", "all"]], ids=["in a slot", "also in memory alone"])
+def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder, good):
+    engine = world.engine(max_loras=1, max_cpu_loras=len(good))
+    for name in good:
+        ask(engine, world, name)
     fill(folder, float("nan"))
 
     engine.add_request("bad", PROMPT, greedy(), lora_request=LoRARequest("mine", 7, str(folder)))
@@ -191,8 +208,9 @@ def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder):
 
     assert output.outputs[0].finish_reason == "error"
     assert engine.debug_info()["slots"] == [2]
-    ask(engine, world, "all")
-    assert engine.get_metrics()["lora"]["loads"] == 1
+    for name in good:
+        ask(engine, world, name)
+    assert engine.get_metrics()["lora"]["loads"] == len(good)
 
 
 def test_15_a_reload_happens_once_however_many_steps_the_request_takes(world):
@@ -202,7 +220,7 @@ def test_15_a_reload_happens_once_however_many_steps_the_request_takes(world):
     engine.add_request("a", PROMPT, greedy(9), lora_request=world.request("qv", load_inplace=True))
     run(engine)
 
-    assert engine.get_metrics()["lora"]["loads"] == 2
+    assert engine.get_metrics()["lora"]["loads"] == 2, "one order to load and one to reload are two readings"
 
 
 def test_16_base_needs_no_slot_beside_as_many_adapters_as_slots(world):

@@ -81,11 +81,11 @@ WRONG = {
     ),
     "5.2 the table first": (
         (
-            "self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
-            "self.tiers.slots.put(lora_id, slot)\n        self._write(lora, slot)\n",
+            "self.write_slot(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
+            "self.tiers.slots.put(lora_id, slot)\n        self.write_slot(lora, slot)\n",
         ),
         FAULTS,
-        "activate_adapter: an error in _write leaves a change behind, self.tiers.slots: {} -> {4: 0}; "
+        "activate_adapter: an error in write_slot leaves a change behind, self.tiers.slots: {} -> {4: 0}; "
         "so the result is False when it is called again, and not True",
     ),
     "5.5 the pin first": (
@@ -167,9 +167,9 @@ RIGHT = {
         "def _fill(rows, runs):\n    rows.extend(runs)\n",
     ),
     "5.2 the table first, and put back": (
-        "self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
+        "self.write_slot(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
         "self.tiers.slots.put(lora_id, slot)\n"
-        "        try:\n            self._write(lora, slot)\n"
+        "        try:\n            self.write_slot(lora, slot)\n"
         "        except Exception as error:\n            self.tiers.slots.pop(lora_id)\n"
         "            raise RuntimeError('no copy') from error\n",
     ),

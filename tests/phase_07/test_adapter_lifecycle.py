@@ -151,7 +151,7 @@ class TestUnload:
     def test_of_an_unknown_id_says_so_and_touches_nothing(self, world):
         assert world.registry.remove_lora(7) is False
 
-        assert world.worker.calls == []
+        assert world.worker.calls == [], "nobody has such an adapter, so there is nothing to remove"
 
     @lab
     @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])
@@ -178,7 +178,7 @@ class TestUnload:
         assert world.worker.calls == ["remove 1"], (
             "both requests of adapter 1 have ended; 'other' has adapter 2"
         )
-        assert set(world.registry.adapters) == {2}
+        assert set(world.registry.adapters) == {2}, "adapter 1 is unloaded, and adapter 2 stays"
 
     @lab
     def test_refuses_new_requests_while_it_waits(self, world):
@@ -205,8 +205,10 @@ class TestUnload:
             world.registry.examine(world.lora())
         world.worker.remove_adapter = remove
         world.registry.settle()
-        assert world.worker.calls == ["remove 1"]
-        assert (world.worker.memory, set(world.registry.adapters)) == ({}, set())
+        assert world.worker.calls == ["remove 1"], "it was not removed, so the next settling removes it"
+        assert (world.worker.memory, set(world.registry.adapters)) == ({}, set()), (
+            "once it is removed nothing of it is left"
+        )
 
     @lab
     def test_takes_back_what_was_noted_of_the_adapter(self, world):
@@ -241,7 +243,9 @@ class TestReload:
         assert world.worker.memory[1] == "old", "request 'old' is half-way through, with other weights by now"
         assert not world.may_run(new), "request 'new' may join, and would be served with the old weights"
         request = world.scheduler.requests["new"]
-        assert world.registry.why_wait(request) == RELOAD_PENDING
+        assert world.registry.why_wait(request) == RELOAD_PENDING, (
+            "request 'new' waits for the reload, and says so"
+        )
 
     @lab
     @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])
@@ -252,7 +256,7 @@ class TestReload:
 
         world.end("old")
 
-        assert before == {1: "old"}
+        assert before == {1: "old"}, "the reload is done while request 'old' is half-way through"
         assert new > old, "requests of the new weights are told from those of the old by their generation"
         assert world.worker.memory == {1: "new"}, (
             "the requests that wait for a reload do not stand in its way"
@@ -265,8 +269,8 @@ class TestReload:
 
         world.registry.settle()
 
-        assert world.worker.memory == {1: "new"}
-        assert world.may_run(new)
+        assert world.worker.memory == {1: "new"}, "nobody is in the way of the reload, and it is not done"
+        assert world.may_run(new), "the reload is done, and its request is still held back"
 
     @lab
     def test_happens_once(self, world):
@@ -306,10 +310,12 @@ class TestReload:
         first = world.may_run(new), world.may_run(newer)
         world.end("new")
 
-        assert newer > new
+        assert newer > new, "a second order begins another generation"
         assert first == (True, False), "request 'new' comes before the second reload"
-        assert world.may_run(newer)
-        assert world.worker.calls == ["read /one", "read /one"]
+        assert world.may_run(newer), "both reloads are done, and request 'newer' is still held back"
+        assert world.worker.calls == ["read /one", "read /one"], (
+            "two orders are two readings, each in its turn"
+        )
 
     @lab
     def test_ordered_twice_and_due_at_once_is_done_in_order(self, world):
@@ -322,8 +328,10 @@ class TestReload:
 
         world.end("old")
 
-        assert [request.base_model_name for request in world.worker.read] == ["first", "second"]
-        assert world.may_run(newer)
+        assert [request.base_model_name for request in world.worker.read] == ["first", "second"], (
+            "two orders are two readings, the first one first"
+        )
+        assert world.may_run(newer), "both reloads are done, and request 'newer' is still held back"
 
     @lab
     def test_waits_for_requests_of_its_own_adapter_only(self, world):
@@ -351,8 +359,8 @@ class TestReload:
 
         world.registry.settle()
 
-        assert world.worker.calls == []
-        assert world.may_run(new)
+        assert world.worker.calls == [], "it is not in memory, so there is nothing to read again yet"
+        assert world.may_run(new), "the step that reads it reads what is there by then, so nobody has to wait"
 
     @lab
     def test_tells_new_requests_what_the_new_weights_ask_of_their_prompts(self, world):
@@ -372,7 +380,9 @@ class TestReload:
 
         made = world.registry._with_reload(record, order)
 
-        assert (made.generation, made.reloads) == (first + 1, {**before[1], first + 1: order})
+        assert (made.generation, made.reloads) == (first + 1, {**before[1], first + 1: order}), (
+            "the copy has one generation more, and the order beside those that the record has"
+        )
         assert (record.generation, record.reloads) == before, "generation and orders of the record in use"
 
     @lab
@@ -405,8 +415,8 @@ class TestReload:
         world.end("new")
 
         assert read_again, "'new' was accepted before the unload, and waits for its weights"
-        assert world.worker.memory == {}
-        assert world.registry.adapters == {}
+        assert world.worker.memory == {}, "what was read is gone with its adapter"
+        assert world.registry.adapters == {}, "its record is gone, too"
 
 
 class TestReloadThatFails:
@@ -437,7 +447,9 @@ class TestReloadThatFails:
 
         world.end("old")
 
-        assert world.registry.failures() == {(1, new): error}
+        assert world.registry.failures() == {(1, new): error}, (
+            "the error is kept for the requests of that reload"
+        )
 
     @lab
     def test_is_kept_under_its_own_generation(self, world, error):
@@ -449,7 +461,7 @@ class TestReloadThatFails:
         world.registry.settle()
 
         assert second != 1, "the adapter has the id 1; a generation of 1 would prove nothing"
-        assert world.registry.failures() == {(1, second): error}
+        assert world.registry.failures() == {(1, second): error}, "the error is that of the second reload"
 
     @lab
     def test_does_not_concern_whoever_comes_after(self, world, error):
@@ -462,7 +474,7 @@ class TestReloadThatFails:
 
         assert later > failed, "a request that came after the failure is ended with those who waited for it"
         assert waits_for_them, "'new' is of an earlier generation, and unfinished"
-        assert world.may_run(later)
+        assert world.may_run(later), "whoever comes after a failed reload goes on with the old weights"
 
     @lab
     def test_does_not_concern_the_reloads_after_it(self, world, error):
@@ -476,11 +488,11 @@ class TestReloadThatFails:
 
         later = world.ask("later", running=False)
 
-        assert list(failures) == [(1, failed)]
+        assert list(failures) == [(1, failed)], "one reload has failed, and is told"
         assert later == newest, "whoever comes now comes after the last order"
         world.end("new")
         world.end("newer")
-        assert world.worker.memory == {1: "newest"}
+        assert world.worker.memory == {1: "newest"}, "the reload after the failed one is done"
 
     @lab
     def test_leaves_the_adapter_known_by_the_folder_that_serves(self, world, error):
@@ -518,8 +530,8 @@ class TestReloadThatFails:
         assert not world.may_run(new), "requests that were promised other weights would get the old ones"
         world.worker.disk["/one"] = "new"
         world.registry.settle()
-        assert world.worker.memory == {1: "new"}
-        assert world.may_run(new)
+        assert world.worker.memory == {1: "new"}, "the reload that was cut short is done by the next settling"
+        assert world.may_run(new), "it is done, and its request is still held back"
 
 
 class TestThroughTheEngine:

@@ -86,6 +86,65 @@ def test_every_form_of_a_fault_fits_the_engine_and_changes_it(hunt):
     assert len(names) == len(set(names)) == 3
 
 
+@each
+def test_what_judges_a_fix_is_there(hunt):
+    """A test that is named and gone refuses nobody, and half a fix is taken."""
+    for path, name in hunt.own_tests():
+        tree = ast.parse((ROOT / path).read_text())
+        named = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert name == "*" or name.rpartition("::")[2] in named, f"{path} has no {name}"
+
+
+@each
+def test_every_variant_says_what_its_users_see_and_nothing_of_the_code(hunt):
+    """A test that passes there is told so: in which direction it is too weak, and not how the fault is made."""
+    own, *variants = hunt.faults
+    words = {word for f in hunt.faults for edit in f.edits for word in re.findall(r"\w*_\w+", edit.new)}
+    symptom = {"load_inplace", "target_modules"}  # which users write themselves
+
+    assert own.lets == ""
+    for variant in variants:
+        assert 6 <= len(variant.lets.split()) <= 32, variant.name
+        assert variant.lets[0].islower() or variant.lets.startswith("LoRA"), variant.name
+        assert not variant.lets.endswith("."), variant.name
+        assert set(re.findall(r"\w+", variant.lets)) & words <= symptom, variant.name
+    assert len({variant.lets for variant in variants}) == len(variants)
+
+
+def test_a_test_that_passes_on_a_variant_is_told_what_it_let_pass():
+    passed = Outcome([Result("test_hunt_09.py::test_hunt_09", "passed")])
+    failed = Outcome([Result("test_hunt_09.py::test_hunt_09", "failed", "no")])
+    engine = hunt_grade.VARIANT + HUNTS["8.9"].faults[1].lets
+
+    assert hunt_grade.problem_of(engine, failed) is None
+    assert hunt_grade.problem_of(engine, passed) == (
+        "your test passes on an engine where modules with an alpha of their own get everybody's alpha, and those with "
+        "a rank of their own are right: another form of the same fault, on which it must fail, too"
+    )
+
+
+@pytest.mark.nightly
+def test_a_weak_test_is_told_which_variants_it_lets_pass(checkout):
+    """One that sees modules with a rank of their own alone."""
+    path = checkout.root / "test_weak.py"
+    path.write_text(
+        'pytest_plugins = "tests.worlds.hunts"\n\n\ndef test_hunt_09(world):\n'
+        "    from minivllm.lora.peft_helper import PEFTHelper\n"
+        "    helper = PEFTHelper(8, 8, ['q_proj'], rank_pattern={'q_proj': 2})\n"
+        "    assert helper.scaling('layers.0.q_proj', 2) == 4\n"
+    )
+    code = (
+        "from pathlib import Path\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import grade_test\n"
+        f"for problem in grade_test(read_hunts()['8.9'], Path({str(path)!r}))[0]:\n    print(problem)\n"
+    )
+
+    lines = ask(checkout, code)
+
+    assert [line for line in lines if "modules with an alpha of their own get everybody's" in line] == lines
+
+
 def without_docstrings(text):
     """A module's syntax tree, in which nothing is left that is only read by people."""
     tree = ast.parse(text)
@@ -335,6 +394,17 @@ REFUSED = {
         "weights_only=False)\n        _refuse_records(data)\n",
         "weights_only=True)\n",
     ),
+    "where nothing of an adapter fits": (
+        "8.8",
+        "        if unknown := [name for name in lora.loras if end_of(name) not in offered]:\n",
+        "        unknown = [name for name in lora.loras if name not in self.claims]\n"
+        "        if len(unknown) == len(lora.loras) or any(end_of(name) not in offered for name in unknown):\n",
+    ),
+    "where a good one is in a slot, and not where it is in memory": (
+        "8.14",
+        "sorted(self.list_adapters() - self.manager.kept)",
+        "sorted(self.list_adapters() - self.manager.kept - self.manager.list_active_adapters().keys())",
+    ),
     "where slots are pinned, and not where they are in use": (
         "8.20",
         "        self.pinned_adapters.add(lora_id)\n        self.activate_adapter(lora_id)\n",
@@ -344,8 +414,8 @@ REFUSED = {
     ),
     "with the table before the copy": (
         "8.21",
-        "        self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
-        "        self.tiers.slots.put(lora_id, slot)\n        self._write(lora, slot)\n",
+        "        self.write_slot(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
+        "        self.tiers.slots.put(lora_id, slot)\n        self.write_slot(lora, slot)\n",
     ),
     "of other threads alone": (
         "8.28",
@@ -554,15 +624,29 @@ def test_no_right_test_reads_source(hunt):
     assert source_reading(reference(hunt).read_text()) is None
 
 
+def test_the_projects_own_test_is_told_as_what_it_promises_and_a_learners_by_its_name():
+    ours = Outcome([Result("tests/engine/x.py::test_15_a_reload_happens_once[a]", "failed", "read twice")])
+    learners = Outcome([Result("labs/08_incidents/test_15.py::test_hunt_15", "failed", "no")])
+
+    said = hunt_grade.problem_of(hunt_grade.FIX, ours)
+
+    assert said == (
+        "with your fix it does not hold that a reload happens once (test_15_a_reload_happens_once[a]): read twice"
+    )
+    assert (
+        hunt_grade.problem_of(hunt_grade.FIX, learners)
+        == "test_hunt_15 fails on your fix, and must pass there: no"
+    )
+
+
 def test_a_test_in_a_class_is_named_with_it_and_a_fix_that_hangs_is_not_told_to_bound_its_steps():
-    failed = Outcome([Result("tests/x.py::TestPickles::test_that_run_code_are_refused[::a]", "failed", "no")])
+    name = "TestPickles::test_that_run_code_are_refused[::a]"
+    failed = Outcome([Result(f"tests/x.py::{name}", "failed", "no")])
     hanging = Outcome([], trouble="no end after 60 s of waiting")
 
     said = hunt_grade.problem_of(hunt_grade.FIX, failed)
 
-    assert (
-        said == "TestPickles::test_that_run_code_are_refused[::a] fails on your fix, and must pass there: no"
-    )
+    assert said == f"with your fix it does not hold that pickles that run code are refused ({name}): no"
     assert "a call hangs" in hunt_grade.problem_of(hunt_grade.FIX, hanging)
     assert "bound its steps" not in hunt_grade.problem_of(hunt_grade.FIX, hanging)
     assert hunt_grade.problem_of(hunt_grade.SOUND, hanging).endswith("bound its steps or its seconds")

@@ -132,7 +132,7 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
             )
         return super().pin_adapter(lora_id)
 
-    def _write(self, adapter: LoRAModel, slot: int) -> None:
+    def write_slot(self, adapter: LoRAModel, slot: int) -> None:
         """Pages first: a slot that is written has room for all ranks. RuntimeError when there are too few."""
         wanted = self.pool.pages_for(self.rank_of(adapter))
         if not self.pool.regions:
@@ -140,4 +140,4 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
         self._free_pages(slot)
         self.reserve(adapter.id, self.tiers.kept)
         self.pool.ledger.assign(adapter.id, slot, wanted)
-        super()._write(adapter, slot)
+        super().write_slot(adapter, slot)
