@@ -10,7 +10,7 @@ from minivllm.layers.linear import RowParallelLinear
 from minivllm.lora.backend import Backend
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.mapping import LoRAMapping, compute_runs, slots_of
-from minivllm.lora.ops.by_run import expand_runs, shrink_runs
+from minivllm.lora.ops.by_run import expand_runs, products, shrink_runs
 from minivllm.lora.ops.by_token import bgmv_shrink
 from minivllm.lora.runs_backend import RunsBackend
 from minivllm.lora.slots import Slots
@@ -61,6 +61,10 @@ def demo_3_5() -> Iterator[str]:
     yield f"added to columns 1 and 2: {numbers(y)}; expected are 60 x 2 x 3 and 6 x 2 x 1 more"
     expand_runs(h, b, y, runs, slice_offset=1, slice_size=2, add_inputs=False)
     yield f"put there instead: {numbers(y)}"
+    scattered, x = [(1, slice(0, 1)), (0, slice(1, 2)), (1, slice(2, 4))], torch.arange(4).double()[:, None]
+    for rows, product in products(x, ones(2, 2, 1), scattered, x.dtype):
+        found = torch.arange(4)[rows].tolist()
+        yield f"runs 1 0 1, x is its row's number: one product of rows {found}: {numbers(product)}"
 
 
 def demo_3_6() -> Iterator[str]:

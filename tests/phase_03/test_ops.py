@@ -16,7 +16,7 @@ from per_token import (
 )
 from torch.overrides import TorchFunctionMode
 
-from minivllm.lora.ops.by_run import expand_runs, shrink_runs
+from minivllm.lora.ops.by_run import expand_runs, products, shrink_runs
 from minivllm.vllm.torch_ops import (
     bgmv_expand,
     bgmv_expand_slice,
@@ -265,35 +265,116 @@ PRODUCTS |= {"linear", "tensordot", "inner", "dot"}
 
 
 class Work(TorchFunctionMode):
-    """Counts matrix products, and remembers the most numbers that one operation has made."""
+    """Counts matrix products, and numbers that were made: in memory that no argument of the operation has."""
 
     def __init__(self):
         super().__init__()
-        self.products, self.most = 0, 0
+        self.products, self.made = 0, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         self.products += func.__name__ in PRODUCTS
         if isinstance(made, torch.Tensor):
-            self.most = max(self.most, made.numel())
+            given = list(tensors_in([*args, *(kwargs or {}).values()]))
+            self.made += made.numel() * (memory_of(made) not in map(memory_of, given))
         return made
+
+
+def tensors_in(arguments):
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from tensors_in(argument)
+
+
+def memory_of(tensor):
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage().data_ptr()
+
+
+# What `products` is given: runs, and how many rows have to be copied for them.
+SCATTERED = {
+    "in the order of adapters": ([(3, slice(0, 30)), (0, slice(31, 33)), (1, slice(34, 40))], 0),
+    "an adapter in two places": ([(3, slice(0, 30)), (0, slice(31, 33)), (3, slice(34, 40))], 36),
+    "side by side in two runs": ([(2, slice(4, 9)), (2, slice(9, 17)), (0, slice(20, 24))], 0),
+    "side by side, the second first": ([(1, slice(20, 40)), (0, slice(4, 6)), (1, slice(10, 20))], 0),
+    "row by row in turn": ([(row % 3, slice(row, row + 1)) for row in range(40)], 40),
+    "empty runs": ([(4, slice(7, 7)), (1, slice(0, 8)), (0, slice(8, 8)), (1, slice(8, 10))], 0),
+    "the first and the last row": ([(2, slice(39, 40)), (2, slice(0, 1))], 2),
+    "no run": ([], 0),
+}
+
+
+def rows_in(rows):
+    return torch.arange(40)[rows].tolist()
+
+
+@pytest.mark.lab("3.5")
+@pytest.mark.parametrize("case", SCATTERED)
+def test_every_adapters_rows_are_multiplied_by_its_matrix_at_once(case):
+    runs, _ = SCATTERED[case]
+    generator = torch.Generator().manual_seed(6)
+    x, weights = random_tensor(generator, 40, 16), random_tensor(generator, 5, 7, 16)
+    slot_of = {row: slot for slot, run in runs for row in range(run.start, run.stop)}
+    unused = set(range(5)) - set(slot_of.values())
+    weights[list(unused)] = float("nan")
+
+    with Work() as work:
+        found = [(rows_in(rows), product) for rows, product in products(x, weights, iter(runs), x.dtype)]
+
+    rows = [row for own, _ in found for row in own]
+    assert sorted(rows) == sorted(slot_of), "rows that a product has, each once"
+    slots = [sorted({slot_of[row] for row in own}) for own, _ in found]
+    assert all(len(own) == 1 for own in slots), f"a product has rows of the slots {slots}, one by one"
+    used = len(set(slot_of.values()))
+    assert len(found) == work.products == used, f"{work.products} products for {used} adapters"
+    for own, product in found:
+        expected = shrunk(x[own], weights, [slot_of[row] for row in own], 1.0)
+        labels = [f"which is row {row} of slot {slot_of[row]}" for row in own]
+        assert_rows_equal(product, expected, labels=labels, tolerance=1e-5)
+
+
+@pytest.mark.lab("3.5")
+@pytest.mark.parametrize("case", SCATTERED)
+def test_no_row_is_copied_that_lies_beside_the_others_of_its_adapter(case):
+    """Rows are 512 wide here, and products 2, so that what is copied stands out."""
+    runs, copied = SCATTERED[case]
+    x, weights = torch.ones(40, 512), torch.ones(5, 2, 512)
+
+    with Work() as work:
+        for _ in products(x, weights, iter(runs), x.dtype):
+            pass
+
+    assert work.made // 512 <= copied, f"{work.made // 512} rows of 512 were copied, {copied} need be"
+
+
+@pytest.mark.lab("3.5")
+def test_only_the_matrices_in_use_are_converted_and_each_once():
+    runs = [(3, slice(0, 1)), (0, slice(1, 2)), (3, slice(2, 3)), (3, slice(4, 5))]
+    x, weights = torch.ones(5, 24), torch.ones(8, 20, 24, dtype=torch.float16)
+
+    with Work() as work:
+        for _ in products(x, weights, iter(runs), torch.float32):
+            pass
+
+    matrices = work.made / (20 * 24)
+    assert matrices < 3, f"{matrices:.1f} matrices of 20 x 24 were made, where 2 of 8 are in use"
 
 
 @pytest.mark.lab("3.5")
 @pytest.mark.parametrize("op", [shrink_runs, expand_runs])
-def test_a_run_of_any_length_is_one_product(op):
-    """A matrix for every row would be read, and copied, as often as there are rows."""
-    generator = torch.Generator().manual_seed(6)
-    x, weights = random_tensor(generator, 40, 16), random_tensor(generator, 5, 16, 16)
-    runs = [(3, slice(0, 30)), (0, slice(31, 33)), (3, slice(34, 40))]
+def test_an_adapters_rows_come_from_all_of_its_runs(op):
+    generator = torch.Generator().manual_seed(7)
+    slots = [1, 0, 1, 1, 2, 0, 1, -1, 2]
+    runs = [(slot, slice(row, row + 1)) for row, slot in reversed(list(enumerate(slots))) if slot >= 0]
+    x, weights, y = (random_tensor(generator, *shape) for shape in ((9, 6), (3, 6, 6), (9, 6)))
+    before = y.clone()
 
-    with Work() as work:
-        op(x, weights, torch.zeros(40, 16), runs, *([0, 16] if op is expand_runs else []))
+    op(x, weights, y, iter(runs), *([0, 6, False] if op is expand_runs else []))
 
-    assert work.products <= len(runs), f"{work.products} products for {len(runs)} runs"
-    assert work.most <= weights.numel(), (
-        f"an operation made {work.most} numbers, of 40 rows and 5 slots of 256"
-    )
+    expected = torch.where(has_adapter(slots)[:, None], shrunk(x, weights, slots, 1.0), before.double())
+    assert_rows_equal(y, expected, labels=labels_of(slots), tolerance=1e-5)
 
 
 @pytest.mark.lab("3.5")
