@@ -40,8 +40,8 @@ class ServerMetrics:
     recent_ttft      seconds to the first token of the last requests that finished, for the live page
     most_labels      adapters with a label of their own, the first that are seen; all others share `other`
 
-    The base model counts as one of them, under its name. The counters of an adapter begin at 0 when its name is
-    served, so that one without requests is in the metrics, too.
+    The base model counts as one of them, under its name. All metrics of the server begin at 0, and the counters of an
+    adapter when its name is served, so that what has not happened yet is in the metrics, too.
     """
 
     def __init__(self, model_name: str, adapters: Iterable[str] = (), most_labels: int = 200) -> None:
@@ -128,10 +128,12 @@ class ServerMetrics:
         def made(kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:
             metric = kind(name, text, labels, registry=self.registry, **options)
             metric.labels = cache(metric.labels)  # each event looks a child up, and none is ever removed
+            if labels == (model,):
+                metric.labels(self.model_name)
             return metric
 
-        counter, histogram = partial(made, Counter), partial(made, Histogram)
         model, adapter = "model_name", "adapter"
+        counter, histogram = partial(made, Counter), partial(made, Histogram)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.", model)
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens of answers.", model)
         self.ended = counter("vllm:request_success", "Requests that ended.", model, "finished_reason")

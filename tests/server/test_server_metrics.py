@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.server.access_log import Record
 from minivllm.server.engine_metrics import EngineCollector, EngineSnapshot
+from minivllm.server.metrics import ServerMetrics
 from tests.tools.nights import by_day
 from tests.worlds.engines import greedy
 from tests.worlds.processes import hold_after
@@ -91,6 +92,22 @@ def test_loads_and_evictions_are_counted_by_adapter(samples):
     assert value(samples, "minivllm:adapter_loads_total", adapter=BASE_NAME) == 0
     assert value(samples, "minivllm:adapters_in_slots", model_name=BASE_NAME) == 2
     assert value(samples, "minivllm:adapters_in_memory", model_name=BASE_NAME) == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count"),
+        *("inter_token_latency_seconds_count", "e2e_request_latency_seconds_count"),
+        "request_queue_time_seconds_count",
+    ],
+)
+def test_what_no_request_has_done_yet_is_at_zero(name):
+    families = ServerMetrics("tiny").registry.collect()
+
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+
+    assert values[f"vllm:{name}"] == 0
 
 
 def test_adapters_with_requests_are_named(world):

@@ -42,6 +42,7 @@ def client_for(path: Path) -> NotebookClient:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["MPLCONFIGDIR"] = fonts_of_its_own()
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where a library imports it
     resources = {"metadata": {"path": str(path.parent)}}
     return NotebookClient(
         notebook,
