@@ -18,7 +18,7 @@ Rows = slice | Sequence[int] | torch.Tensor  # what picks rows of a tensor: tens
 # region lab 3.5: one product for each adapter
 def products(
     inputs: torch.Tensor, weights: torch.Tensor, runs: Runs, dtype: torch.dtype
-) -> Iterable[tuple[Rows, torch.Tensor]]:
+) -> list[tuple[Rows, torch.Tensor]]:
     """Every adapter's rows times its matrix: (rows, product) of each adapter that has a row, in any order.
 
     inputs: (T, in) float    weights: (S, out, in) float    product: (as many as rows, out) of `dtype`

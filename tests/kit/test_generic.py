@@ -60,8 +60,8 @@ WRONG = {
     ),
     "7.5 the record itself is changed": (
         (
-            "return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: order})",
-            "adapter.reloads[generation] = order\n        return replace(adapter, generation=generation)",
+            "return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: reload})",
+            "adapter.reloads[generation] = reload\n        return replace(adapter, generation=generation)",
         ),
         SHARED,
         "_with_reload changed its argument adapter.reloads: {} -> {1: LoRARequest}; make a copy",
@@ -142,12 +142,13 @@ WRONG = {
     ),
     "3.5 remembered by where the memory is": (
         (
-            "lora_a = matrices(lora_a)",
+            "found, rows_of = [], dict[int, list[int]]()",
             "memo = globals().setdefault('memo', {})\n"
-            "    lora_a = memo.setdefault((lora_a.data_ptr(), lora_a.shape), matrices(lora_a).clone())",
+            "    weights = memo.setdefault((weights.data_ptr(), weights.shape), weights.clone())\n"
+            "    found, rows_of = [], {}",
         ),
         MEMORY,
-        "shrink_runs: output is float",
+        "products: the result[0][1] is ",
     ),
 }
 # What is unusual and right; where an exercise's own tests ask for more than that, they may refuse it.

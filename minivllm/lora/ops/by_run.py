@@ -17,7 +17,7 @@ Rows = slice | Sequence[int] | torch.Tensor  # what picks rows of a tensor: tens
 # region lab 3.5: one product for each adapter
 def products(
     inputs: torch.Tensor, weights: torch.Tensor, runs: Runs, dtype: torch.dtype
-) -> Iterable[tuple[Rows, torch.Tensor]]:
+) -> list[tuple[Rows, torch.Tensor]]:
     """Every adapter's rows times its matrix: (rows, product) of each adapter that has a row, in any order.
 
     inputs: (T, in) float    weights: (S, out, in) float    product: (as many as rows, out) of `dtype`
@@ -36,7 +36,7 @@ def products(
     slot 0, for which three rows are copied, those of slot 1.
     To work out: how many are, of the runs (1, 2:4), (0, 4:5), (1, 0:2)?
     """
-    rows_of: dict[int, list[int]] = {}
+    found, rows_of = [], dict[int, list[int]]()
     for slot, run in runs:
         rows_of.setdefault(slot, []).extend(range(run.start, run.stop))
     for slot, numbers in rows_of.items():
@@ -45,7 +45,8 @@ def products(
         first, last = min(numbers), max(numbers)
         lie_together = last - first + 1 == len(numbers)
         rows = slice(first, last + 1) if lie_together else numbers  # of a slice there is a view
-        yield rows, inputs[rows].to(dtype) @ weights[slot].to(dtype).t()  # (rows, out)
+        found.append((rows, inputs[rows].to(dtype) @ weights[slot].to(dtype).t()))  # (rows, out)
+    return found
 
 
 # endregion
