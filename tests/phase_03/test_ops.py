@@ -293,6 +293,26 @@ def memory_of(tensor):
         return tensor.untyped_storage().data_ptr()
 
 
+@pytest.mark.lab("3.2")
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float32,) * 2]
+)
+def test_a_shrink_copies_the_matrices_in_use_and_each_once_at_most(dtypes):
+    """A copy for each row, or of each slot, is what a prompt on a large model has no memory for."""
+    slots = [3, 3, 1, -1, 3, 1, 3, 3, 1, 1, 3, 1]
+    x, a = torch.ones(12, 128, dtype=dtypes[0]), torch.ones(9, 1, 32, 128, dtype=dtypes[1])
+    y = torch.zeros(12, 32)
+
+    with Work() as work:
+        bgmv_shrink(x, a, y, torch.tensor(slots), 2.0)
+
+    assert y[:, 0].tolist() == [256.0 * (slot >= 0) for slot in slots]
+    copied = work.made / (32 * 128)
+    assert copied < 3, (
+        f"{copied:.1f} times as many numbers were made as A of a slot has; 2 slots of 9 are in use"
+    )
+
+
 # What `products` is given: runs, and how many rows have to be copied for them.
 SCATTERED = {
     "in the order of adapters": ([(3, slice(0, 30)), (0, slice(31, 33)), (1, slice(34, 40))], 0),

@@ -30,16 +30,32 @@ def bgmv_shrink(
     lora_indices_tensor: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """output[t] = scaling * A[slot of t] · inputs[t]. Columns past R are left as they are.
+    """Each row's own A · x, times `scaling`, in the first R columns of its row of the output.
 
     inputs: (T, K) float    lora_a_weights: (S, R, K) or (S, 1, R, K) float    output_tensor: (T, >=R) float
     lora_indices_tensor: (T,) int slot of each token, -1 = base row
+
+    Nothing else is written, and what a slot holds that no row has, NaN perhaps, changes nothing. The three dtypes may
+    differ: no number is rounded to less than the widest of them before it is written.
+
+    A matrix in use is copied once at most, to convert it, and no other is. At K = 4096 and R = 16 a copy for each of
+    2,000 rows is 524 MB.
+
+    By hand, scaling 3, A of slot 1 is [[1 2] [0 -1]], and the output is 7 everywhere:
+
+        slots [1 -1]   x = [4 5]   output = [42 -15 7]
+                           [4 5]            [ 7   7 7]
+
+    To work out: x = [1 1/256] in float32, A = [[1 1]] and the output in bfloat16, whose numbers from 1 to 2 are 1/128
+    apart, and from 2 to 4 1/64. What is written, at a scaling of 3?
     """
     lora_a = matrices(lora_a_weights)  # (S, R, K)
     rank, dtype = lora_a.shape[1], widest_dtype(inputs, lora_a, output_tensor)
-    for token, slot in enumerate(lora_indices_tensor.tolist()):
+    slots = lora_indices_tensor.tolist()
+    wide = {slot: lora_a[slot].to(dtype) for slot in set(slots) if slot >= 0}
+    for token, slot in enumerate(slots):
         if slot >= 0:
-            shrunk = lora_a[slot].to(dtype) @ inputs[token].to(dtype)  # (R,)
+            shrunk = wide[slot] @ inputs[token].to(dtype)  # (R,)
             output_tensor[token, :rank] = scaling * shrunk
 
 
