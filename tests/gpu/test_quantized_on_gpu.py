@@ -18,6 +18,7 @@ NUM_TOKENS = 24
 LIKELIEST = 20
 
 
+@needs_cuda
 def test_float32_gives_the_tokens_of_peft_on_the_same_int8_weights(tmp_path_factory):
     world = tiny_world(tmp_path_factory)
     pairs = [
@@ -32,7 +33,7 @@ def test_float32_gives_the_tokens_of_peft_on_the_same_int8_weights(tmp_path_fact
     folders = {name: world.path(name) for name in world.names}
     oracle = dequantized_oracle(engine.runner.model, world.base, folders)
     backend = engine.adapters.manager.punica_wrapper
-    assert isinstance(backend, PagedBackend) == (DEVICE == "cuda")
+    assert isinstance(backend, PagedBackend)
     for number, (name, prompt) in enumerate(pairs):
         assert tokens_of(outputs[str(number)]) == oracle.greedy(name, prompt, 8), name
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from minivllm.gpu.slot_writer import SlotWriter
 from tests.oracles.peft import Oracle
 from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import save_adapter
@@ -152,6 +153,16 @@ def test_nothing_is_left_in_a_slot_that_held_the_other_kind(world, form):
 
     for name in ["fused, everything", "some parts", "fused", "a part with a bias", "fused, one module", None]:
         world.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])], max_tokens=4)
+
+
+def test_slots_that_a_gpus_writer_fills_are_the_same(world):
+    """The parts of a fused adapter have one A."""
+    engine = world.engine("split", max_loras=1)
+    manager = engine.adapters.manager
+    manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
+
+    for name in [*world.names, *reversed(world.names)]:
+        world.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])], max_tokens=2)
 
 
 @pytest.mark.parametrize("form", FORMS)

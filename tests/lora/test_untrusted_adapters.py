@@ -227,6 +227,12 @@ class TestConfigs:
 
         assert len(load(folder).loras) == 3
 
+    def test_with_a_field_twice_are_refused(self, folder):
+        text = json.dumps(good_config())
+        (folder / CONFIG).write_text(text.replace('"r": ', '"r": 8, "r": '))
+
+        assert_refused(folder, CONFIG, "'r' is there twice")
+
     @pytest.mark.parametrize("depth", [17, 500, 900])
     def test_with_values_in_values_are_refused(self, depth, folder):
         (folder / CONFIG).write_text(json.dumps(good_config()).replace('"none"', "[" * depth + "]" * depth))

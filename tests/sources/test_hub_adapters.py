@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 from huggingface_hub import constants, errors
+from safetensors.torch import load_file
 
 from minivllm import LLM, LoRARequest
 from minivllm.vllm.utils import get_adapter_absolute_path
@@ -391,6 +393,13 @@ class TestDownload:
         hub.files |= WITH_IT
         del hub.files["new_embeddings.safetensors"]
         hub.broken.add("tokenizer.json")
+
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_may_be_a_pickle_of_tensors(self, world, hub, tmp_path):
+        torch.save(load_file(world.path("qv") / WEIGHTS), tmp_path / "adapter_model.bin")
+        hub.files["adapter_model.bin"] = (tmp_path / "adapter_model.bin").read_bytes()
+        del hub.files[WEIGHTS]
 
         assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
 
