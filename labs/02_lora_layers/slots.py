@@ -43,6 +43,24 @@ class Slots:
 
         slots   S adapters at a time, beside rows of the base model    rank   R, the largest that an adapter may have
         sizes   K_i and N_i of each slice                              experts   E
+
+        Numbers lie in the order of their indices, the last one fastest; a GPU's kernels count on it.
+        """
+        raise Todo("lab 2.1: room for S adapters")
+
+    def by_column(self) -> "Slots":
+        """These slots, for a backend that reads the columns of B which an adapter has and no other.
+
+        Indices, contents and the memory of A are the same; these slots are not used any more. An adapter of rank r has
+        r columns of a B: here they are one piece of memory, r * N numbers, and no buffer is larger than before.
+
+        By hand, R = 4, K = 2, N = 3. An adapter of rank 2 in slot 1 has of the buffers that `empty` makes, counted from
+        the first number of each,
+
+            A   8 to 11
+            B   12 13, 16 17 and 20 21: three pieces
+
+        To work out: which numbers of B's buffer does it have here?
         """
         raise Todo("lab 2.1: room for S adapters")
 

@@ -22,6 +22,10 @@ def demo_2_1() -> Iterator[str]:
     yield f"{kilobytes:g} kB for 4 adapters of rank 8 at most, {'all zeros' if is_empty else 'not empty'}"
     slots.live_ranks[0][2] = 5
     yield f"a live rank of 5 for q in slot 2: {slots.live_ranks}"
+    small = Slots.empty(2, 4, [(2, 3)], torch.float32, "cpu")
+    for said, made in (("by row", small), ("by column", small.by_column())):
+        places = torch.arange(24.0).as_strided(made.b[0].shape, made.b[0].stride())
+        yield f"B of slot 1, N = 3 and R = 4, {said}: columns 0 and 1 are {numbers(places[1, 0, :, :2].t())}"
 
 
 def demo_2_2() -> Iterator[str]:

@@ -25,10 +25,7 @@ class RunsBackend(LoopsBackend):
 
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
         """A linear's B by columns: those of a short rank are then neighbours in memory."""
-        if base is None:
-            return slots
-        by_column = [b.transpose(2, 3).contiguous().transpose(2, 3) for b in slots.b]
-        return Slots(slots.a, by_column).take_over(slots)
+        return slots if base is None else slots.by_column()
 
     # region lab 3.6: the whole product of a wrapped linear
     def linear(self, x: torch.Tensor, base: LinearBase, slots: Slots) -> torch.Tensor:

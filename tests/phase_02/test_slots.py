@@ -244,6 +244,77 @@ def test_slots_and_experts_do_not_share_memory(experts):
             )
 
 
+def filled_slots(experts, rank=RANK, heights=(7, 1, 5)):
+    """Every number another one; something is live and beside."""
+    slots = Slots.empty(SLOTS, rank, [(WIDTH, height) for height in heights], torch.float64, "cpu", experts)
+    for buffer in (*slots.a, *slots.b):
+        buffer.copy_(torch.arange(1.0, buffer.numel() + 1).view(buffer.shape))
+    slots.live_ranks = [[1, 0, rank] for _ in heights]
+    slots.beside = {"bias": tuple(torch.ones(SLOTS, 1, height) for height in heights)}
+    return slots
+
+
+@pytest.mark.lab("2.1")
+def test_new_slots_lie_in_the_order_of_their_indices():
+    slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts=2)
+
+    strides = [buffer.stride() for buffer in (*slots.a, *slots.b)]
+    expected = [(2 * n * k, n * k, k, 1) for n, k in ((RANK, 10), (RANK, 7), (7, RANK), (5, RANK))]
+    assert strides == expected
+
+
+@pytest.mark.lab("2.1")
+@pytest.mark.parametrize("experts", [1, 4])
+def test_the_columns_of_an_adapter_are_one_piece_of_memory(experts):
+    """Of any rank, in any slot."""
+    slots = filled_slots(experts).by_column()
+
+    for i, buffer in enumerate(slots.b):
+        for slot in range(SLOTS):
+            for rank in range(1, RANK + 1):
+                columns = buffer[slot, experts - 1, :, :rank].t()
+                what = f"{rank} columns of slot {slot}, slice {i}, with strides {buffer.stride()}"
+                assert columns.is_contiguous(), f"{what}: they are in several pieces"
+                rows = slots.a[i][slot, experts - 1, :rank]
+                assert rows.is_contiguous(), (
+                    f"{rank} rows of A, slot {slot}, slice {i}, are in several pieces"
+                )
+
+
+@pytest.mark.lab("2.1")
+@pytest.mark.parametrize(("experts", "rank"), [(1, RANK), (4, RANK), (2, 1)])
+def test_slots_by_column_have_the_same_contents_under_the_same_indices(experts, rank):
+    slots, before = filled_slots(experts, rank), filled_slots(experts, rank)
+
+    moved = slots.by_column()
+
+    for side in "ab":
+        for i, (now, then) in enumerate(zip(getattr(moved, side), getattr(before, side), strict=True)):
+            assert now.shape == then.shape, f"{side}[{i}] is {tuple(now.shape)}, was {tuple(then.shape)}"
+            assert_rows_equal(now.flatten(0, 2), then.flatten(0, 2), what=f"rows of {side}[{i}]")
+            held = now.untyped_storage().nbytes()
+            assert held == then.nbytes, f"{side}[{i}] keeps {held} bytes, of which it needs {then.nbytes}"
+    assert moved.live_ranks == before.live_ranks
+    assert moved.beside.keys() == {"bias"}
+    assert [a.data_ptr() for a in moved.a] == [a.data_ptr() for a in slots.a], "another memory for A"
+
+
+@pytest.mark.lab("2.1")
+def test_slots_by_column_are_written_and_cleared_like_others():
+    moved = Slots.empty(SLOTS, RANK, [(WIDTH, 7)], torch.float32, "cpu").by_column()
+    part = biased_part(4, seed=1)
+    part.beside = {}
+
+    moved.write(1, [part])
+
+    [(columns, a, b)] = moved.live(1)
+    assert columns == slice(0, 7)
+    assert_rows_equal(a.t(), part.lora_a.float(), what="A")
+    assert_rows_equal(b.t(), part.lora_b.float(), what="B")
+    moved.clear(1)
+    assert not moved.b[0].any() and moved.live(1) == []
+
+
 @pytest.mark.lab("2.1")
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lora_dtype", ["auto", "bfloat16", "float64"])
