@@ -22,6 +22,8 @@ OPEN = {
     "keeping": "10_many_adapters",
     "placement": "10_many_adapters",
     "routing": "11_many_gpus",
+    "sharing": "12_variants",
+    "publishing": "13_adapters_that_learn",
 }
 OURS = ("naive", "good", "best")
 

@@ -5,12 +5,13 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkout import Checkout
 
 from labs.kit import limits
 from labs.kit import open_exercises as kit
-from labs.kit.judges import eviction, keeping, placement, routing
+from labs.kit.judges import eviction, keeping, placement, publishing, routing, sharing
 from labs.kit.open_rules import broken_rules
 from labs.kit.regions import ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sync
@@ -94,6 +95,16 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
             "class Policy:\n    def __init__(*_): pass\n    def place(*_): return {}\n",
             "the engines (), and it needs one or more of 0 to 3",
         ),
+        (
+            "sharing",
+            "class Keys:\n    def __init__(*_): pass\n    def of(*_): return []\n",
+            "of() gave [] keys; a prompt of ",
+        ),
+        (
+            "publishing",
+            "class Policy:\n    def publish(*_): pass\n",
+            "publish() gave None, and it is True or False",
+        ),
     ],
     ids=[
         "header",
@@ -106,6 +117,8 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
         "keeping",
         "routing",
         "placement",
+        "sharing",
+        "publishing",
     ],
 )
 def test_who_ignores_the_input_is_refused(name, text, why):
@@ -359,6 +372,144 @@ def test_the_board_of_placement_is_what_the_judge_says():
     assert f"| {routing.least_possible(traffic) / 1e3:.1f} | 0 |" in board
 
 
+# What may be left out of a key, and is wrong to leave out: a part of our best answer, and what takes its place.
+TOO_LITTLE = {
+    "where the adapter begins": ("(tokens, start, whose) if", "(tokens, whose) if"),
+    "the weights": ("(tokens, start, whose) if", "(tokens, start) if"),
+    "the tokens before the block": (
+        "self._of_block(tuple(tokens[:end])",
+        "self._of_block(tuple(tokens[end - 8 : end])",
+    ),
+    "the layer's own k and v": ("of < layer or (of == layer and module in WRITES)", "of < layer"),
+    "v": ('WRITES = ("k", "v")', 'WRITES = ("k",)'),
+    "layers below": ("of < layer or (of == layer", "(of == layer"),
+    "all but what writes cells": ("return of < layer or (of == layer and", "return (of <= layer and"),
+    "a block in which the adapter begins": (
+        "if start < len(tokens) and whose",
+        "if start <= len(tokens) - 8 and whose",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LITTLE)
+def test_keys_that_leave_something_out_are_refused(what):
+    old, new = TOO_LITTLE[what]
+    best = EXERCISES["sharing"].ours("best").read_text()
+    assert best.count(old) == 1
+
+    verdict = judged("sharing", best.replace(old, new))
+
+    assert verdict.count is None
+    assert "would be answered from wrong KV: block " in verdict.why
+
+
+def test_cells_hold_what_a_model_with_such_layers_computes_for_them():
+    """Float64 numbers of a small model: alike where the contents are the same, and only there."""
+    requests = sharing.traffic_of(kit.Random(5))[:40]
+    contents, values = sharing.Contents(), {}
+
+    for request in requests:
+        for cells, computed in zip(contents.of(request), computed_cells(request), strict=True):
+            for content, numbers in zip(cells, computed, strict=True):
+                assert values.setdefault(content, numbers) == pytest.approx(numbers, abs=1e-12)
+
+    assert len({tuple(round(x, 9) for x in numbers) for numbers in values.values()}) == len(values)
+
+
+def computed_cells(request):
+    """A layer's keys and values at the last token of each full block, of a model of width 3 with sums for attention."""
+    tokens, start, weights = request
+    hidden = [np.random.default_rng(token).normal(size=3) for token in tokens]
+    layers = []
+    for layer in range(sharing.LAYERS):
+
+        def weight(module, place, layer=layer):
+            number = weights.get((layer, module), 0) if place >= start else 0
+            return np.random.default_rng([number, layer, sharing.MODULES.index(module)]).normal(size=(3, 3))
+
+        keys = [weight("k", place) @ h for place, h in enumerate(hidden)]
+        values = [weight("v", place) @ h for place, h in enumerate(hidden)]
+        cells = [np.sum(keys[: n + 1], axis=0) @ np.ones(3) * (n + 1) + values[n] for n in range(len(tokens))]
+        summed = []
+        for place, h in enumerate(hidden):
+            asked = weight("q", place) @ h
+            scores = np.exp(np.clip([asked @ key for key in keys[: place + 1]], -5, 5))
+            seen = np.sum([s * value for s, value in zip(scores, values)], axis=0) / scores.sum()
+            summed.append(np.tanh(h + weight("mlp", place) @ np.tanh(weight("o", place) @ seen)))
+        hidden = summed
+        layers.append([tuple(cell) for cell in cells[sharing.BLOCK - 1 :: sharing.BLOCK]])
+    return [list(cells) for cells in zip(*layers)]
+
+
+def test_ways_to_share_that_have_a_name_stand_beside_an_answer():
+    shares = [float(line.split()[0]) for line in sharing.beside(kit.Random(3))]
+
+    assert shares[0] > shares[1] > sharing.BUDGET
+
+
+def test_a_publication_stalls_all_that_run_or_wait_and_an_answer_is_of_what_serves_when_it_ends(monkeypatch):
+    """By hand: two requests of 10 and 20 tokens that answer 3 each, a version at 20 ms and one at 30 ms."""
+    monkeypatch.setattr(publishing, "BATCH", 1)
+    traffic = publishing.Traffic(
+        [publishing.Arrival(0, 10, 3), publishing.Arrival(1, 20, 3)], versions=[20.0, 30.0]
+    )
+    asked = []
+
+    class SecondTime:
+        def publish(self, now, behind, running, waiting):
+            asked.append((now, behind, running, waiting))
+            return len(asked) == 2
+
+    bill = publishing.serve(SecondTime(), traffic)
+
+    # Steps end at 12.5, 24.5 and, for the first one, at 36.5: version 1 is there at 24.5, and both by 36.5.
+    assert asked[:2] == [(24.5, 1, [(12, 1)], 1), (36.5, 2, [], 1)]
+    assert bill == publishing.Bill(published=1, stalls=15.0, behind=1)
+    assert bill.ms == 15.0 + 200.0
+
+
+def test_an_answer_that_is_too_far_behind_is_refused():
+    text = "class Policy:\n    def publish(self, now, behind, running, waiting):\n        return False\n"
+
+    assert "versions behind, and 6 is the most" in judged("publishing", text).why
+
+
+def test_what_a_policy_that_publishes_changes_in_its_arguments_changes_nothing():
+    text = naive_of("publishing").replace(
+        "        return True", "        running.clear()\n        return True"
+    )
+
+    assert judged("publishing", text) == judged("publishing", naive_of("publishing"))
+
+
+@pytest.mark.parametrize("name", ["sharing", "publishing"])
+def test_the_boards_of_sharing_and_publishing_are_what_the_judges_say(name):
+    exercise = EXERCISES[name]
+    module, seed = exercise.judge, kit.Random(17)
+    traffic = module.traffic_of(seed)
+    text = (ROOT / "solutions" / exercise.phase / "README.md").read_text(encoding="utf-8")
+    answers = {which: kit.load(exercise.ours(which).read_text(), exercise.ours(which)) for which in OURS}
+
+    if name == "sharing":
+        rows = {"by block": sharing.ByBlock} | {which: answer.Keys for which, answer in answers.items()}
+        bills = {who: sharing.serve(make, traffic) for who, make in rows.items()}
+        said = {who: f" | {bill.cells:,} | {bill.cells / bill.least:.3f} |" for who, bill in bills.items()}
+    else:
+        rows = {"each third": publishing.EveryFew, "when idle": publishing.WhenIdle}
+        rows |= {which: answer.Policy for which, answer in answers.items()}
+        bills = {who: publishing.serve(make(), traffic) for who, make in rows.items()}
+        said = {
+            who: f" | {bill.published} | {bill.stalls / 1e3:.0f} | {bill.behind:,} "
+            f"| {publishing.share(bill, traffic):.3f} |"
+            for who, bill in bills.items()
+        }
+
+    for who, row in said.items():
+        assert [
+            line for line in text.split("\n") if line.startswith("| ") and line.endswith(row) and who in line
+        ], row
+
+
 def test_the_second_of_a_phase_is_called_by_its_name():
     assert [exercise.key for exercise in kit.open_exercises("10")] == ["open 10"]
     assert [exercise.key for exercise in kit.open_exercises("placement")] == ["open placement"]
@@ -488,7 +639,7 @@ def test_an_answer_that_takes_all_memory_is_refused():
 def test_a_phase_without_one_is_named():
     with pytest.raises(
         LabError,
-        match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10, placement, 11",
+        match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10, placement, 11, 12, 13",
     ):
         kit.open_exercises("8")
 
