@@ -474,6 +474,26 @@ def test_a_fix_is_judged_by_what_the_engine_does(checkout):
 def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
     """Ours do. One that asserts how the engine is written fails there, which no broken engine shows."""
     inner = {
+        "8.8": "def test_hunt_08(world):\n"
+        "    import pytest\n"
+        "    engine, looked = world.engine(), []\n"
+        "    class Claims(dict):\n"
+        "        def __getitem__(self, name):\n"
+        "            looked.append(name)\n            return dict.__getitem__(self, name)\n"
+        "    wrapped = engine.adapters.manager.wrapped\n"
+        "    wrapped.claims = Claims(wrapped.claims)\n"
+        "    change = lambda found: {name.replace('layers.1.', 'layers.7.'): w for name, w in found.items()}\n"
+        "    with pytest.raises(ValueError):\n        engine.add_lora(world.adapter(7, change=change))\n"
+        "    assert not looked\n",
+        "8.14": "def test_hunt_14(world, monkeypatch):\n"
+        "    engine, seen = world.engine(max_loras=1, max_cpu_loras=1), []\n"
+        "    world.ask(engine, world.adapter(1))\n"
+        "    manager = engine.adapters.manager\n"
+        "    add = manager.add_adapter\n"
+        "    kept = lambda lora: (seen.append(set(manager.list_adapters())), add(lora))[1]\n"
+        "    monkeypatch.setattr(manager, 'add_adapter', kept)\n"
+        "    world.ask(engine, world.adapter(2))\n"
+        "    assert seen == [{1}]\n",
         "8.18": "def test_hunt_18(world, monkeypatch):\n"
         "    from pathlib import Path\n    import pytest, torch\n"
         "    asked, load = [], torch.load\n"
