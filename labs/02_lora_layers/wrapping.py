@@ -80,22 +80,28 @@ class WrappedModules:
 
     # region lab 2.5: wrap every layer of a model, once
     def _wrap_all(self, model: nn.Module, layers: Layers) -> None:
-        """Put a wrapper in every place where a wanted layer is, and note what adapters may call it.
+        """Have every wanted layer answer with adapters, wherever the model has it, and note what adapters may call it.
 
         layers   every layer of the model that may be adapted -> its names; it has several where modules share it
 
-        A layer is wanted if any of its names is. However many it has, it gets one wrapper, with one set of slots: an
-        adapter may use any of the names, and what it wrote under one would be cleared under the other. So the wrapper
-        is put in the model once for each name, at the path that its `place_of(name)` gives. For a linear this path is
-        the name; the wrapper of another kind of layer may have to be put elsewhere.
+        A layer is wanted if any of its names is. Then one wrapper stands in its places in the model, one for each name
+        (`place_of(name)`: a wrapper may stand elsewhere than its layer). Adapters may use any name of it, for a slice
+        or, as in `also_called`, for the whole layer. What they bring reaches the same slots by whatever name, and
+        `modules` knows these by the layer's first.
+
+        Where a layer cannot be wrapped, what that raises comes out, and the model is as it was.
 
         By hand, two blocks that share one `gate_up`, fused of gate and up. The layers are {it: ["0.gate_up",
         "1.gate_up"]}, and afterwards
 
             modules           {"0.gate_up": the wrapper}
             wrapper.targets   {"0.gate": 0, "0.up": 1, "1.gate": 0, "1.up": 1}, a slice's names -> its number
-            claims            these four names, and "0.gate_up" and "1.gate_up" (the wrapper is `also_called` by both),
-                              each -> "0.gate_up"
+            claims            these four names, and "0.gate_up" and "1.gate_up", each -> "0.gate_up"
+
+        To work out: `target_modules` is ["1.up"] alone. What are the three then, and which places have the wrapper?
+
+        To use: `_is_wanted`, `_wrap` and `_names_of_slices`, `place_of` and `also_called` of a wrapper
+        (layers/base.py), `replace_submodule`.
         """
         raise Todo("lab 2.5: wrap every layer of a model, once")
 

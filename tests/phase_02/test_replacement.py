@@ -259,6 +259,66 @@ def test_adapters_may_name_the_parts_of_fused_linears_and_the_others():
     }
 
 
+def modules_of(model):
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+@pytest.mark.lab("2.5")
+def test_a_model_is_as_it_was_if_one_of_its_layers_cannot_be_wrapped():
+    """So that whoever had the error can leave that layer out and try again."""
+    model = SharingModel()
+    model.layers[1].attn.o_proj = SpecialLinear(16, HIDDEN)
+    before = modules_of(model)
+
+    with pytest.raises(ValueError, match=r"layers\.1\.attn\.o_proj \(SpecialLinear\) cannot be wrapped"):
+        wrap(model, NaivePunica())
+
+    assert_names(modules_of(model), before, "modules of the model")
+    other = [name for name, module in modules_of(model).items() if module is not before[name]]
+    assert not other, f"other modules than before: {other}"
+    assert len(wrap(model, NaivePunica(), target_modules=["router"]).modules) == 2
+
+
+@pytest.mark.lab("2.5")
+@pytest.mark.parametrize("fails", [1, 2, 5])
+def test_a_model_is_as_it_was_if_there_is_no_memory_for_all_slots(fails):
+    model, punica, placed = SharingModel(), NaivePunica(), []
+    before = modules_of(model)
+
+    def place(slots, base):
+        placed.append(base)
+        if len(placed) == fails:
+            raise MemoryError("no more slots")
+        return slots
+
+    punica.place = place
+
+    with pytest.raises(MemoryError, match="no more slots"):
+        wrap(model, punica)
+
+    assert modules_of(model) == before, "the model has other modules than before"
+
+
+@pytest.mark.lab("2.5")
+@pytest.mark.parametrize(
+    "target", ["layers.1.mlp.up_proj", "layers.0.mlp.up_proj", "layers.1.mlp.gate_up_proj"]
+)
+def test_a_shared_fused_module_is_the_same_by_whichever_name_it_is_wanted(target):
+    model = SharingModel()
+
+    wrapped = wrap(model, NaivePunica(), target_modules=[target])
+
+    first, second = "layers.0.mlp.gate_up_proj", "layers.1.mlp.gate_up_proj"
+    assert_names(wrapped.modules, [first], "modules")
+    assert_names(wrappers(model), [first, second], "places with a wrapper")
+    assert_names(
+        wrapped.claims,
+        [f"layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in ("gate", "up", "gate_up")],
+        "claims",
+    )
+    assert set(wrapped.claims.values()) == {first}
+
+
 @pytest.mark.lab("2.5")
 def test_a_linear_at_the_top_of_a_model_is_wrapped():
     model = ToyModel(num_layers=1)
