@@ -37,6 +37,8 @@ class Difference(NamedTuple):
 def complaint(exercise: Exercise) -> str | None:
     """What is another thing outside the exercises of the learner's file, where, and how to get it back."""
     text, lines = _with_our_answers(exercise)
+    if text.replace("from labs.kit.overlay import Todo\n", "", 1) == exercise.text:
+        return None  # as most are: to look for differences takes twenty times as long
     try:
         found = list(_differences(ast.parse(exercise.text), ast.parse(text)))
     except SyntaxError:
