@@ -148,16 +148,25 @@ class PackedLoRALayerWeights:
     # region lab 1.5: pack the parts of a fused module
     @classmethod
     def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> Self:
-        """Put the parts of a fused module side by side, each with its own A, B, rank and alpha.
+        """The parts of a fused module side by side, ready for a slot: there is nothing left to scale.
 
-        loras   one entry a slice, in their order; None where the adapter leaves it alone, but not for all. Each is
-                optimized: what is packed needs no scaling any more.
+        loras   one entry a slice, in their order; None where the adapter leaves it alone, but not for all
 
-        The result is named after the first part that is there. Its rank is what a slot must have room for.
+        B·A of each slice is what scaling·B·A of its part was, and has its rank, its alpha and what is beside it. The
+        result is named after the first part that is there; its `rank` is what a slot must have room for.
+
+        The parts stay as they are, since other threads may read them, and what is done with the result later
+        (`replace_tensors`) is not done with them. No memory is new but for a B that had to be scaled.
+
+        By hand, q of rank 2 and scaling 4, v of rank 8 and scaling 1, K = N = 100: pack([q, None, v]) has three slices,
+        the second of them None, and rank 8; 200 numbers are new.
+        To work out: somebody computes scaling·B·A of q between the two assignments in `optimize`. What is it then?
         """
-        present = [lora.optimize() for lora in loras if lora is not None]
-        rank = max(lora.rank for lora in present)
-        return cls.from_parts(present[0].module_name, rank, loras)
+        # Objects of our own over the same tensors; `optimize` gives them another B and leaves the parts theirs.
+        parts = [lora and replace(lora, beside=dict(lora.beside)).optimize() for lora in loras]
+        present = [part for part in parts if part is not None]
+        rank = max(part.rank for part in present)
+        return cls.from_parts(present[0].module_name, rank, parts)
 
     # endregion
 

@@ -207,6 +207,54 @@ class TestPack:
 
         assert_rows_equal(shared, before, what="B that somebody else holds")
 
+    @pytest.mark.parametrize("scaling", [3, 1, 0])
+    def test_leaves_the_parts_as_they_are_also_when_the_result_changes(self, scaling):
+        """So a thread that reads a part never sees a B of one scaling beside another scaling."""
+        part, bias = random_weights(scaling=scaling), torch.ones(1, 5)
+        part.beside["bias"] = bias
+        before = vars(part) | {"beside": dict(part.beside)}
+
+        packed = PackedLoRALayerWeights.pack([part, None, part])
+        packed.parts[0].beside["more"] = bias
+        packed.replace_tensors(torch.zeros_like)
+        packed.parts[2].rank = 7
+
+        changed = [
+            name for name, value in before.items() if name != "beside" and vars(part)[name] is not value
+        ]
+        assert not changed, f"changed of the part: {changed}"
+        assert part.beside.keys() == {"bias"} and part.beside["bias"] is bias, (
+            "what is beside the part changed"
+        )
+
+    def test_gives_the_same_when_it_is_packed_again(self):
+        parts = [random_weights(scaling=3, seed=1), None, random_weights(scaling=-0.5, seed=2)]
+
+        first, second = (PackedLoRALayerWeights.pack(parts) for _ in range(2))
+
+        assert first.scaling == second.scaling == [1, None, 1]
+        for i in (0, 2):
+            assert_rows_equal(second.lora_b[i], first.lora_b[i], what=f"B of part {i}, packed a second time")
+
+    def test_has_new_memory_for_what_was_scaled_and_for_nothing_else(self):
+        parts = [random_weights(scaling=1, seed=1), random_weights(scaling=4, seed=2)]
+        for part in parts:
+            part.beside["bias"] = torch.ones(1, 5)
+
+        packed = PackedLoRALayerWeights.pack(parts)
+
+        tensors = {
+            f"{name} of part {i}": (of(packed.parts[i]), of(part))
+            for i, part in enumerate(parts)
+            for name, of in (
+                ("A", lambda part: part.lora_a),
+                ("B", lambda part: part.lora_b),
+                ("the bias", lambda part: part.beside["bias"]),
+            )
+        }
+        copied = {what for what, (now, then) in tensors.items() if now.data_ptr() != then.data_ptr()}
+        assert copied == {"B of part 1"}
+
 
 PARTS = ("w1", "w2", "w3")
 PART_SHAPES = {"w1": (7, 5), "w2": (5, 7), "w3": (7, 5)}  # (K, N)
