@@ -23,6 +23,7 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.slots import Slots
 from tests.tools.device import DEVICE
+from tests.tools.memory import random
 from tests.tools.nights import by_day
 
 # Float64 is what a CPU's tests compute in, never a GPU's engine.
@@ -65,10 +66,6 @@ OF_EXPERTS = [
     for dtype in DTYPES
     for experts in (1, 2)
 ]
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Batch:

@@ -9,7 +9,6 @@ import torch
 
 from minivllm import SamplingParams
 from minivllm.core.request import Request
-from minivllm.layers import sampler as sampler_module
 from minivllm.layers.penalties import TokenHistory, apply_penalties
 from minivllm.layers.sampler import Sampler
 from minivllm.worker.row_sampler import PendingStep
@@ -236,19 +235,6 @@ class TestAnEngine:
         expected = answer_by_hand(world, None, PROMPT, 12, ASKED["all"])
         assert [tokens_of(outputs[str(i)]) for i in range(4)] == [expected] * 4
         assert engine.scheduler.num_preemptions > 0
-
-    def test_in_which_nobody_asks_looks_at_no_token_again(self, world, monkeypatch):
-        calls = []
-        monkeypatch.setattr(sampler_module, "apply_penalties", lambda *args: calls.append(args))
-        engine = world.engine()
-        engine.add_request("greedy", PROMPT, greedy(5))
-        engine.add_request(
-            "drawn", PROMPT, SamplingParams(max_tokens=5, min_tokens=3, top_k=5, logprobs=2, ignore_eos=True)
-        )
-
-        run(engine)
-
-        assert calls == []
 
     @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
     def test_does_not_take_what_a_captured_step_found_likeliest(self, world, asked):

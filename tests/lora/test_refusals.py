@@ -74,10 +74,7 @@ TRAINED = {
     "modules to save": ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "['lm_head']"]),
     "trained tokens": ({"trainable_token_indices": [1, 2]}, ["trainable_token_indices"]),
     "bias all": ({"bias": "all"}, ["bias 'all'", "train with bias='none'"]),
-    "bias lora_only": ({"bias": "lora_only"}, ["bias 'lora_only'", "train with bias='none'"]),
     "PiSSA": ({"init_lora_weights": "pissa"}, ["init_lora_weights 'pissa'", "train with another"]),
-    "OLoRA": ({"init_lora_weights": "olora"}, ["init_lora_weights 'olora'", "train with another"]),
-    "layers twice": ({"layer_replication": [[0, 2], [1, 2]]}, ["layer_replication"]),
     "rank": ({"r": 80}, ["LoRA rank 80 is greater than max_lora_rank 64", "--max-lora-rank 80"]),
     "rank of a pattern": ({"rank_pattern": {"v_proj": 72}}, ["rank 72 is greater", "--max-lora-rank 72"]),
 }
@@ -103,6 +100,7 @@ def test_a_config_of_another_rank_than_the_tensors(world, engine, folder):
 # What is done to a good folder -> what is said of it. Of files and tensors by themselves: test_bad_adapters.
 DAMAGED = {
     "no folder": (shutil.rmtree, ["adapter folder '", "adapter' does not exist"]),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), ["has no weights file", WEIGHTS]),
     "config is no JSON": (write(CONFIG, b"{"), [CONFIG, "is not valid JSON"]),
     "weights cut short": (cut_short, [WEIGHTS, "is not a readable safetensors file"]),
     "a pickle that runs code": (
@@ -110,6 +108,10 @@ DAMAGED = {
         [PICKLE, "damaged or holds more than plain tensors", "save the adapter as safetensors"],
     ),
     "A too wide": (with_a0(4, 49), [Q0, "lora_A (4, 49)", "expected (4, 48)"]),
+    "a layer of the base": (
+        with_tensor("base_model.model.model.norm.weight", torch.ones(48)),
+        ["model.norm.weight is unsupported", "only lora_A, lora_B"],
+    ),
     "NaN": (with_tensor(A0, torch.full((4, 48), float("nan"))), [f"{Q0}.lora_A holds NaN or Inf"]),
     "names of another model": (
         renamed("q_proj", "query"),
