@@ -147,7 +147,7 @@ def batches(rows_of, axes=None, *, height=1.6, **labels):
         _plain(axes, "top", "right", "left")
 
 
-def tile_list(row_adapters, rows_by_slot, tiles, *, height=2.6):
+def batch_in_tiles(row_adapters, rows_by_slot, tiles, *, height=2.6):
     """A batch as it came above, by slot below, and its tiles: (slot, first place, rows) each."""
     with _on(None, height) as axes:
         place_of = {row: place for place, row in enumerate(rows_by_slot)}
