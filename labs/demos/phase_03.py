@@ -83,8 +83,8 @@ def demo_3_6() -> Iterator[str]:
 def demo_3() -> Iterator[str]:
     runs, loops = RunsBackend("cpu"), LoopsBackend("cpu")
     ways = {
-        "a run at a time (3.6)": (runs, runs.linear),
-        "by shrink and expand of runs (3.5)": (runs, partial(Backend.linear, runs)),
-        "a token at a time (3.2)": (loops, loops.linear),
+        "run by run (3.6)": (runs, runs.linear),
+        "adapter by adapter (3.5)": (runs, partial(Backend.linear, runs)),
+        "token by token (3.2)": (loops, loops.linear),
     }
     yield from mixed_batch(ways, torch.float64, "cpu")

@@ -196,19 +196,18 @@ def test_grades_are_told_in_the_order_of_the_exercises(checkout):
 
 
 def test_what_is_solved_in_part_is_todo_for_the_grader_and_for_a_run(checkout):
-    checkout.solve("3.5", "5.1")
-    path = checkout.file("3.5")
-    text = path.read_text()
-    begin = text.index("    lora_b = matrices(lora_b)[:, :slice_size]")
-    end = text.index("# endregion")
-    path.write_text(text[:begin] + '    raise Todo("lab 3.5: the other half")\n\n\n' + text[end:])
+    checkout.solve("2.2", "5.1")
+    path = checkout.file("2.2")
+    half = "        for i in range(len(self.a)):\n            self._clear_past(slot, i, 0)\n"
+    assert half in path.read_text()
+    path.write_text(path.read_text().replace(half, '        raise Todo("lab 2.2: the other half")\n'))
 
-    checked = checkout.lab("check", "3.5").stdout
+    checked = checkout.lab("check", "2.2").stdout
     ran = checkout.lab("run", "--", "python", "-c", "import os; print(os.environ['MINIVLLM_LABS'])").stdout
 
-    assert f"· 3.5 one product for each adapter  TODO {checkout.place('3.5', '# region lab 3.5')}" in checked
+    assert f"· 2.2 write and clear a slot  TODO {checkout.place('2.2', '# region lab 2.2')}" in checked
     whose = "minivllm.lora.lru_cache is yours, labs/05_slot_manager/lru_cache.py; nothing left TODO"
-    assert ran == f"yours: 5.1\nours: 3.5, of which a part is still TODO\n{whose}\n5.1\n"
+    assert ran == f"yours: 5.1\nours: 2.2, of which a part is still TODO\n{whose}\n5.1\n"
 
 
 @pytest.mark.nightly
@@ -586,7 +585,7 @@ def test_what_is_typed_wrong_is_said_in_a_sentence(checkout, arguments, sentence
 def test_a_syntax_error_is_said_in_a_sentence_for_its_exercise_alone(checkout):
     checkout.solve("3.2", "3.3")
     path = checkout.file("3.2")
-    path.write_text(path.read_text().replace("shrunk = lora_a", "shrunk = = lora_a"))
+    path.write_text(path.read_text().replace("shrunk = wide", "shrunk = = wide"))
 
     result = checkout.lab("check", "3")
 
