@@ -336,3 +336,31 @@ def test_an_engine_takes_as_many_requests_as_it_runs_and_queues():
     args = FleetArgs(engine={"max_num_seqs": 6, "max_loras": 3}, max_queued=5)
 
     assert (args.max_ongoing_requests, args.slots) == (11, 3)
+
+
+def test_a_refused_reload_changes_nothing(client, http, answers, world):
+    broken = world.folder / "broken-for-a-fleet"
+    broken.mkdir(exist_ok=True)
+    (broken / "adapter_config.json").write_bytes((world.path("qv") / "adapter_config.json").read_bytes())
+    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+
+    refused = order(http, "load", "qv", broken, load_inplace=True)
+
+    assert refused.status_code == 400
+    assert "adapter_model.safetensors" in refused.json()["error"]["message"]
+    assert [text_of(client, "qv") for _ in range(2)] == [answers.text("qv", "a tale")] * 2
+
+
+def test_a_key_stands_in_the_environment_or_in_the_arguments(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_API_KEY", "from the environment")
+
+    assert FleetArgs(model="m").server_settings().api_keys == ("from the environment",)
+    assert FleetArgs(model="m", api_keys=["given"]).server_settings().api_keys == ("given",)
+
+
+def test_whoever_leaves_ends_its_request_in_the_engine(client, engines):
+    stream = client.completions.create(model="qv", prompt="x", stream=True, **{**GREEDY, "max_tokens": 400})
+    next(iter(stream))
+    stream.close()
+
+    wait_until(lambda: not any(each.llm._open for each in engines.replicas))

@@ -38,6 +38,18 @@ def policy(world, step, tenant, **changes):
     return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
 
 
+def test_an_unload_needs_no_further_step_once_the_last_request_is_aborted(world):
+    engine = world.engine()
+    engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
+    engine.step()
+    engine.remove_lora(1)
+
+    engine.abort_request("a")
+
+    assert engine.list_loras() == set()
+    assert not engine.has_unfinished_requests()
+
+
 class TestReload:
     @pytest.fixture
     def request_of(self, folder):

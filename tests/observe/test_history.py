@@ -66,6 +66,19 @@ def test_memory_over_time_has_the_bytes_of_blocks_and_adapters(world):
     assert info["peak_memory"]["process"] > 50 * 2**20
 
 
+def test_the_peak_of_blocks_stays_when_they_are_free(world):
+    engine = world.engine(enable_prefix_caching=False)
+    engine.add_request("a", PROMPT * 5, greedy(8))
+    run(engine)
+    most = engine.debug_info()["peak_memory"]["kv_cache"]
+    engine.add_request("b", PROMPT, greedy(2))
+    run(engine)
+
+    block = engine.runner.kv_block_bytes
+    assert engine.debug_info()["peak_memory"]["kv_cache"] == most
+    assert most >= block * -(-len(PROMPT) * 5 // engine.config.cache_config.block_size)
+
+
 def test_refusals_and_failures_are_counted_and_the_last_are_named(world, tmp_path):
     engine = world.engine()
     for number in range(40):

@@ -130,6 +130,15 @@ def test_a_trace_with_a_limit_on_its_bytes_keeps_the_last_steps_that_fit():
     assert trace.summary()["steps_left_out"] == 300 - len(trace) > 200
 
 
+def test_a_step_larger_than_the_limit_is_kept_until_the_next():
+    trace = Trace(max_bytes=10)
+
+    for step in range(3):
+        trace.append(busy_record(step))
+
+    assert [record.step for record in trace.records] == [2]
+
+
 def test_a_trace_takes_no_more_memory_than_it_says():
     """Also where rows are shared between steps, as those of decodes are."""
     trace = Trace(max_bytes=400_000)
@@ -272,6 +281,20 @@ class TestRecordOfAStep:
     @pytest.fixture
     def world(self):
         return RecordedWorld()
+
+    def test_calls_parts_of_a_prompt_chunks_and_single_tokens_decodes(self, world):
+        engine = world.engine(max_num_batched_tokens=4)
+        engine.add_request("a", token_ids(9, 1), greedy(3))
+
+        run(engine)
+
+        assert [(row.tokens, row.kind) for r in engine.trace.records for row in r.rows] == [
+            (4, "chunk"),
+            (4, "chunk"),
+            (1, "chunk"),
+            (1, "decode"),
+            (1, "decode"),
+        ]
 
     def test_names_the_rows_their_slots_and_what_the_step_loaded(self, world):
         engine = world.engine(max_loras=2)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from labs.kit.overlay import Todo
-from minivllm import AsyncLLM, SamplingParams
+from minivllm import AsyncLLM, LLMEngine, SamplingParams
 from minivllm.errors import EngineDeadError
 from minivllm.serving.async_llm import Draining, QueueFull
 from minivllm.serving.calls import step_records
@@ -275,6 +275,17 @@ class TestAnAbort:
             assert outputs[-1].finished
             assert {answer.finish_reason for answer in outputs[-1].outputs} == {"abort"}
             assert deltas(outputs) == tokens_of(outputs[-1])
+
+    def test_in_the_engine_itself_is_the_last_output_too(self, world, serve):
+        llm = serve()
+
+        async def main():
+            running = asyncio.create_task(collect(llm, "a", greedy(3000)))
+            await runs(llm, "a")
+            await llm.call(LLMEngine.abort_request, "a")
+            return await running
+
+        assert asyncio.run(main())[-1].outputs[0].finish_reason == "abort"
 
 
 class TestAnUnload:

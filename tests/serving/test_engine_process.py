@@ -208,6 +208,18 @@ class TestARequest:
 
 
 class TestAdapters:
+    def test_come_and_go_and_their_names_are_known_here(self, world, llm):
+        async def main():
+            assert await llm.add_lora(world.request("qv"))
+            assert "qv" in llm.adapter_names and 1 in await llm.list_loras()
+            assert await llm.pin_lora(1) and await llm.unpin_lora(1)
+            outputs = await collect(llm, "a", greedy(6), "qv")
+            assert await llm.remove_lora(1)
+            assert "qv" not in llm.adapter_names and 1 not in await llm.list_loras()
+            return outputs
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+
     def test_have_their_events_sent_as_they_happen(self, world, llm):
         events = []
 

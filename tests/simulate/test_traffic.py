@@ -34,6 +34,12 @@ def test_times_rise_and_keep_the_mean_rate(make):
     assert 57_600 / times[-1] == pytest.approx(8.0, rel=0.06)
 
 
+def test_bursts_are_burstier_than_independent_arrivals():
+    gaps = np.diff(bursts(20_000, 8.0, rng()))
+
+    assert gaps.std() > 2 * gaps.mean()  # of an exponential, both are the same
+
+
 def test_a_days_rate_swings_by_its_depth():
     times = diurnal(40_000, 10.0, rng(), period_s=1000, depth=0.6)
 
