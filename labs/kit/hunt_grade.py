@@ -176,7 +176,9 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
 def promise_of(test: str) -> str:
     """What a test of the project says by its name: `TestReload::test_happens_once[::a]` that reload happens once."""
     subject, _, said = test.partition("[")[0].rpartition("::")
-    subject = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", subject.removeprefix("Test")).lower()
+    subject = re.sub(
+        r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", subject.removeprefix("Test")
+    ).lower()
     said = re.sub(r"^test_(\d+_)?", "", said).replace("_", " ")
     return f"{subject} {said}".strip()
 

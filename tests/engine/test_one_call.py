@@ -59,8 +59,8 @@ class TestASecondThread:
             engine.step()
         outputs = [output for _ in range(3) for output in in_a_thread(engine.step)]  # the first is through
 
-        assert {name: type(answer) for name, answer in answers.items()} == dict.fromkeys(CALLS, EngineBusy)
-        assert "one thread at a time" in str(answers["step"]) and "queue" in str(answers["step"])
+        let_in = [name for name, answer in answers.items() if not isinstance(answer, RuntimeError)]
+        assert (list(answers), let_in) == (list(CALLS), []), "every call is tried, and none is let in"
         assert tokens_of(outputs[-1]) == world.oracle().greedy(None, PROMPT, 4)
 
 
@@ -77,7 +77,7 @@ def test_a_call_in_the_middle_of_another_is_refused_and_the_step_goes_on(world, 
     def handled(*args):
         nonlocal refused
         for call in CALLS.values():
-            with pytest.raises(RuntimeError, match="in the middle of another call"):
+            with pytest.raises(RuntimeError):
                 call(engine, world)
             refused += 1
         return method(*args)
@@ -88,6 +88,25 @@ def test_a_call_in_the_middle_of_another_is_refused_and_the_step_goes_on(world, 
     assert refused
     for name in ("a", "b"):
         assert tokens_of(outputs[name]) == world.oracle().greedy("qv", PROMPT, 6)
+
+
+def test_whoever_is_refused_is_told_why_in_a_kind_of_its_own(world, monkeypatch):
+    """Apart from the refusal itself, by which somebody's fix is judged whose words are others (hunt 8.28)."""
+    engine, answers = world.engine(), []
+    engine.add_request("a", PROMPT, greedy(1))
+    launch = engine.runner.launch_model
+
+    def launched(scheduled):
+        answers.append(in_a_thread(engine.step))
+        with pytest.raises(RuntimeError, match="in the middle of another call"):
+            engine.step()
+        return launch(scheduled)
+
+    monkeypatch.setattr(engine.runner, "launch_model", launched)
+    engine.step()
+
+    assert isinstance(answers[0], EngineBusy)
+    assert "one thread at a time" in str(answers[0]) and "queue" in str(answers[0])
 
 
 def raising(error):

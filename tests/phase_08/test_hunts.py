@@ -647,6 +647,7 @@ def test_no_right_test_reads_source(hunt):
 def test_the_projects_own_test_is_told_as_what_it_promises_and_a_learners_by_its_name():
     ours = Outcome([Result("tests/engine/x.py::test_15_a_reload_happens_once[a]", "failed", "read twice")])
     learners = Outcome([Result("labs/08_incidents/test_15.py::test_hunt_15", "failed", "no")])
+    assert hunt_grade.promise_of("TestASecondThread::test_waits[a]") == "a second thread waits"
 
     said = hunt_grade.problem_of(hunt_grade.FIX, ours)
 
