@@ -6,7 +6,8 @@ adapters        `small.write_adapter(folder, seed)`; PEFT's: `adapters.save_adap
 an engine       `small.SmallWorld(folder).engine()`, without transformers and PEFT; with what they answer:
                 the fixture `world`, a `engines.tiny_world`; with adapters of one's own: `engines.TinyWorld`;
                 adapters for experts: `experts.sparse_world`, with tokens of their own: `tokens.TokenSet`
-a step ahead    `ahead.run_ahead(engine)`; captured steps: `gpu.graph_steps(runner)`
+busy engines    `arrivals.serve_arrivals(engine, rng, count, ask)`, and `arrivals.check_answers(asked, logits_of)`
+a step ahead    `ahead.run_ahead(engine)`; captured steps: `gpu.graphed_engine(world, "decodes")`
 a process       `engines.TinyWorld.engine_process()`, and what may be done to it: `processes`
 many ranks      `ranks.in_lockstep(size, work)`, threads of this process
 a server        `servers.serving(world, *names)`, and `servers.client_of(server)`
