@@ -215,6 +215,15 @@ class TestARefusal:
         assert tokens_of(run(engine)["a"]) == world.oracle().greedy(None, PROMPT, 4)
         check_engine(engine, [])
 
+    def test_of_an_engine_that_has_lost_a_rank_is_at_once(self, world):
+        engine = world.engine()
+        engine.executor.error = EngineDeadError("rank 1 of 2 has ended")
+
+        with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+            engine.add_request("a", PROMPT, greedy(4), lora_request=world.request("qv"))
+
+        assert not engine.has_unfinished_requests() and not engine.adapters.adapters
+
     @pytest.mark.parametrize(
         ("where", "error"),
         [

@@ -1,13 +1,43 @@
 """KV blocks of a GPU: as many as fit into what the largest step leaves free. Here the GPU is made believe."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from minivllm import EngineArgs
 from minivllm.gpu import measured_memory
-from minivllm.gpu.measured_memory import MeasuredMemory
+from minivllm.gpu.measured_memory import MeasuredMemory, determine_available_memory
 from minivllm.worker.warm_up import profile_run
 from tests.worlds.engines import OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("captured_share", "left"),
+    [(0, 350), (0.5, 300)],
+    ids=["no step captured", "steps half as large captured"],
+)
+def test_what_others_weights_steps_and_graphs_hold_is_not_left(monkeypatch, captured_share, left):
+    """By hand, on a GPU of 1,000 bytes of which 900 may be used: others hold 150, weights 300, a step 100 more."""
+    held = SimpleNamespace(now=300, peak=800)  # while it was loaded the model took more
+    reserved = 320  # by PyTorch, with a rest of 20 between tensors
+    calls = {
+        "empty_cache": lambda: None,
+        "synchronize": lambda *device: None,
+        "reset_peak_memory_stats": lambda device: setattr(held, "peak", held.now),
+        "memory_allocated": lambda device: held.now,
+        "max_memory_allocated": lambda device: held.peak,
+        "memory_reserved": lambda device: reserved,
+        "mem_get_info": lambda device: (1000 - 150 - reserved, 1000),
+    }
+    for name, call in calls.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+
+    found = determine_available_memory(
+        lambda: setattr(held, "peak", max(held.peak, 400)), "cuda", 0.9, captured_share
+    )
+
+    assert found == left
 
 
 class TestCacheSize:

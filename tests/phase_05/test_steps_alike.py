@@ -126,10 +126,11 @@ def test_a_step_like_the_last_one_counts_as_use_of_its_adapters(folders):
     assert list(worker.manager.list_adapters()) == [3, 1, 2], "3 was used before 1 and 2 were"
 
 
-def test_a_mapping_that_could_not_be_set_is_set_by_the_next_step(folders, monkeypatch):
+@pytest.mark.parametrize(("before", "rows"), [(ROWS, (1, 2)), ((0,), (0, 0))], ids=["adapters", "base alone"])
+def test_a_mapping_that_could_not_be_set_is_set_by_the_next_step(folders, before, rows):
     """What follows the translation of ids to slots may raise: the step is then not one that the next can be like."""
     worker = make_worker(slots=3)
-    step(worker, folders)
+    step(worker, folders, before)
     prepared = []
 
     def prepare(adapters):
@@ -139,9 +140,9 @@ def test_a_mapping_that_could_not_be_set_is_set_by_the_next_step(folders, monkey
 
     worker.manager.wrapped.following.append(SimpleNamespace(before_step=prepare))
     with pytest.raises(OSError, match="device lost"):
-        step(worker, folders, rows=(1, 2))
+        step(worker, folders, rows)
 
-    step(worker, folders, rows=(1, 2))
+    step(worker, folders, rows)
 
     assert len(prepared) == 2, "the step that had failed was taken for done"
-    assert_rows_are_served(worker, folders.weights, rows=(1, 2))
+    assert_rows_are_served(worker, folders.weights, rows)
