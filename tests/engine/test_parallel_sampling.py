@@ -397,3 +397,10 @@ def test_a_ctrl_c_in_generate_leaves_nothing(world, monkeypatch, at):
     assert [answers_of(output) for output in outputs] == [
         alone(world, prompt, [7, 8, 9]) for prompt in (SHORT, LONG)
     ]
+
+
+def test_more_answers_than_one_of_the_likeliest_tokens_are_refused():
+    with pytest.raises(
+        ValueError, match=r"n must be 1 where the likeliest token is taken \(temperature 0\), got 2"
+    ):
+        SamplingParams(n=2, temperature=0)

@@ -276,6 +276,19 @@ class TestALoadAhead:
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
         assert disk.threads == ["minivllm-reader"]
 
+    def test_again_is_read_again(self, world, slow):
+        llm, disk = slow()
+        disk.go.set()
+
+        async def main():
+            assert await llm.add_lora(world.request("qv"))
+            assert await llm.add_lora(world.request("qv", load_inplace=True))
+            assert await llm.add_lora(world.request("qv"))
+            return await collect(llm, "b", 6, "qv")
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert disk.threads == ["minivllm-reader"] * 2
+
     def test_over_a_link_is_read_once_and_concurrently_with_steps(self, world, slow, tmp_path):
         llm, disk = slow()
         link = tmp_path / "current"

@@ -176,6 +176,19 @@ class TestARequest:
 
         assert str(error.value) == str(expected.value)
 
+    def test_whose_loop_is_closed_ends(self, llm):
+        loop = asyncio.new_event_loop()
+        answers = llm.generate(PROMPT, greedy(600), "long")
+        loop.run_until_complete(anext(answers))
+        loop.close()
+
+        asyncio.run(collect(llm, "other", greedy(30)))
+
+        asyncio.run(llm.call(check_is_empty))
+        with pytest.raises(StopIteration):
+            answers.aclose().send(None)
+        llm._open.clear()  # its generator could not run to its end
+
     def test_of_an_adapter_that_only_resolvers_here_find_is_answered(self, world, llm):
         class Resolver:
             async def resolve_lora(self, base_model_name, lora_name):
