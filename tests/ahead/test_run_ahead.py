@@ -136,10 +136,13 @@ def test_a_row_that_cannot_be_sampled_ends_alone(world):
     assert tokens_of(outputs["good"]) == tokens_of(run(alone)["good"])
 
 
-def test_an_id_is_in_use_until_the_last_token_was_told(world):
+@pytest.mark.parametrize("is_read", [False, True], ids=["unread", "read for an abort"])
+def test_an_id_is_in_use_until_the_last_token_was_told(world, is_read):
     engine = ahead_engine(world)
     engine.add_request("a", token_ids(5, 1), greedy(1))
     assert engine.step() == []
+    if is_read:
+        engine.abort_request("another")
 
     with pytest.raises(ValueError, match="request id 'a' is in use"):
         engine.add_request("a", token_ids(5, 2), greedy(1))
