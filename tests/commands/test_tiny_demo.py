@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import torch
 
 import examples.demo as demo
 from minivllm.commands.tiny_demo import run_tiny_demo
 from minivllm.lora.loops_backend import LoopsBackend
+from tests.tools.device import interpreted
 
 OPTIONS = {"punica_backend": "auto", "device": "auto", "dtype": "float32"}
 
@@ -34,7 +34,7 @@ def test_tokens_that_differ_are_said_to(monkeypatch, capsys):
     assert "The tokens differ." in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
+@interpreted
 @pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_the_demo_refuses_kernels_without_a_gpu_before_the_model_is_read(backend, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "demo_model_path", lambda: pytest.fail("the model was asked for"))

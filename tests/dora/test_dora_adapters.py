@@ -12,7 +12,7 @@ from minivllm.cli import app
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.oracles.peft import dequantized_oracle
-from tests.tools.nights import without_gpu_at_night
+from tests.tools.device import interpreted
 from tests.worlds.adapters import ADAPTERS, change_json, save_adapter
 from tests.worlds.engines import TinyWorld, greedy, run, snapshot
 
@@ -57,7 +57,10 @@ def edit(folder, **changes):
 
 @pytest.mark.parametrize(
     "backend",
-    without_gpu_at_night(("loops", "grouped", "paged"), "triton"),
+    [
+        *("loops", "grouped", pytest.param("paged", marks=interpreted)),
+        pytest.param("triton", marks=[pytest.mark.nightly, interpreted]),
+    ],
 )
 @pytest.mark.parametrize(
     "variant",
@@ -86,6 +89,7 @@ def test_so_it_does_while_another_slot_has_scales(llama):
     assert engine.debug_info()["slots"][0] == llama.request("plain").lora_int_id
 
 
+@interpreted
 def test_slots_that_a_gpus_writer_fills_are_the_same(llama):
     engine = llama.engine(enable_dora=True, max_loras=1)
     manager = engine.adapters.manager

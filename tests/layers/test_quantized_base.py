@@ -22,7 +22,7 @@ from tests.oracles.peft import (
     quantized_oracle,
     stored_bytes,
 )
-from tests.tools.nights import without_gpu_at_night
+from tests.tools.device import interpreted
 from tests.worlds.demo import NAMES, adapter_folder, demo_base, task_prompts
 from tests.worlds.engines import OPTIONS, greedy, run, tiny_world, tokens_of
 from tests.worlds.models import VARIANTS, PagedRequests, token_ids, transformers_model
@@ -148,7 +148,9 @@ class TestMixedBatch:
             for completion in completions
         ]
 
-    @pytest.mark.parametrize("backend", without_gpu_at_night(["auto", "loops"], "triton"))
+    @pytest.mark.parametrize(
+        "backend", ["auto", "loops", pytest.param("triton", marks=[pytest.mark.nightly, interpreted])]
+    )
     def test_gives_the_tokens_and_logits_of_peft_on_the_same_int8_weights(
         self, world, oracle, pairs, backend
     ):

@@ -16,6 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="not verified here: needs CUDA")
+# An engine on a CPU whose kernels are Triton's: its interpreter is not chosen where a GPU is.
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU is here"
+)
 
 
 def compile_for_gpu(*arguments: str | Path, cache: Path) -> subprocess.CompletedProcess:

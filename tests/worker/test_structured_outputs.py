@@ -5,6 +5,7 @@ The oracle knows no grammars: it looks which tokens of the vocabulary are how a 
 
 import gc
 import json
+import pickle
 import re
 from collections import defaultdict
 
@@ -346,6 +347,17 @@ def test_a_structure_that_cannot_be_followed_is_refused(structure, message):
 def test_what_contradicts_the_structures_end_is_refused(params):
     with pytest.raises(ValueError, match="leave ignore_eos and min_tokens out"):
         structured(params, choice=["a"])
+
+
+def test_a_structure_goes_to_another_process_as_it_was_given():
+    """Without what was worked out of it: a schema is short, and its form for llguidance is not."""
+    given = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+
+    sent = pickle.dumps(given)
+    received = pickle.loads(sent)
+
+    assert received == given and received.guidance == given.guidance
+    assert given.guidance.encode() not in sent
 
 
 def test_something_else_for_a_structure_is_refused():
