@@ -95,6 +95,13 @@ def test_a_count_that_no_tensor_holds_is_told_how_large_it_may_be(world):
         args.create_engine_config()
 
 
+def test_fewer_adapters_in_memory_than_slots_are_refused(world):
+    args = EngineArgs(str(world.base), device="cpu", enable_lora=True, max_loras=4, max_cpu_loras=3)
+
+    with pytest.raises(ValueError, match=r"max_cpu_loras \(3\) must be at least max_loras \(4\)"):
+        args.create_engine_config()
+
+
 @pytest.mark.parametrize("name", ["max_loras", "max_lora_rank", "lora_extra_vocab_size", "threads"])
 def test_what_no_machine_holds_is_told_how_large_it_may_be(world, name):
     args = EngineArgs(**{"model": str(world.base), "device": "cpu", "enable_lora": True, name: 10**14})

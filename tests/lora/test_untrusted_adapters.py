@@ -117,6 +117,12 @@ class TestPatterns:
         ):
             helper(alpha_pattern=keys)
 
+    def test_too_many_that_are_no_plain_names_are_refused_since_each_is_searched(self):
+        keys = {f"layers.{number}.(q|v)_proj": 3 for number in range(33)}
+
+        with pytest.raises(ValueError, match="alpha_pattern has 33 keys that are no plain names, at most 32"):
+            helper(alpha_pattern=keys)
+
     def test_one_for_each_linear_of_a_large_model_are_honoured(self):
         names = [f"model.layers.{i}.mlp.{part}_proj" for i in range(126) for part in ("up", "gate", "down")]
         adapter = helper(r=2, lora_alpha=1, alpha_pattern={name: 2 * i for i, name in enumerate(names)})
@@ -303,6 +309,16 @@ class TestSafetensors:
         (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text)
 
         assert_refused(folder, WEIGHTS, "not a readable safetensors file", word, shapes_only=shapes_only)
+
+    @both_ways
+    @pytest.mark.parametrize("second", [[2, 6], [6, 10]], ids=["overlap", "hole"])
+    def test_whose_tensors_do_not_follow_each_other_are_refused(self, second, shapes_only, folder):
+        offsets = {"first": [0, 4], "second": second}
+        header = {name: {"dtype": "F32", "shape": [1], "data_offsets": o} for name, o in offsets.items()}
+        write_safetensors(folder / WEIGHTS, header, bytes(second[1]))
+
+        words = (WEIGHTS, "second does not begin where the tensor before it ends")
+        assert_refused(folder, *words, shapes_only=shapes_only)
 
     def test_with_names_of_megabytes_are_refused_by_their_length(self, folder):
         entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
