@@ -68,12 +68,14 @@ test-random: setup
 	$(BIN)/python -m pytest -p randomly --randomly-seed=$(or $(ORDER),default) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 
 # What `make test` leaves out, and the random searches at length. Both together are all there is. What fails keeps
-# nothing else from running. Searches have other seeds every night, so each may be short.
+# nothing else from running. Searches have other seeds every night, so each may be short. Ray's tests wait for most of
+# their time, so they run beside the others.
 DAY := $(shell date +%Y%j)
 
 nightly: setup $(RAY) $(FRAMEWORKS)
 	@status=0; night="$(MAKE) --keep-going --no-print-directory"; \
-	$$night nightly-tests nightly-ray nightly-without || status=1; \
+	$$night -j2 nightly-tests nightly-ray || status=1; \
+	$$night nightly-without || status=1; \
 	$$night -j2 nightly-soak nightly-machine nightly-malformed || status=1; \
 	exit $$status
 
