@@ -80,10 +80,11 @@ def test_every_row_has_what_its_own_merged_weight_gives(one_file, width):
 
     assert y.shape == (1, 9, width)
     for row, slot in enumerate(slot_of_row):
-        merged = weight.double()
+        merged, said = weight.double(), f"row {row} is of the base model, and its output is not W x"
         if slot is not None:
             a, b = adapters[slot]
             merged = merged + b.double() @ a.double()
+            said = f"row {row} is of the adapter in slot {slot}, and its output is not (W + B A) x"
         torch.testing.assert_close(
-            y[0, row].double(), merged @ x[0, row].double(), rtol=1e-5, atol=1e-5, msg=f"row {row}"
+            y[0, row].double(), merged @ x[0, row].double(), rtol=1e-5, atol=1e-5, msg=said
         )
