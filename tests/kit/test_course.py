@@ -73,6 +73,21 @@ def test_a_chapter_lists_an_exercise_among_those_of_its_track(number):
     assert (f"\n| {number} |" in path) != is_beside
 
 
+def test_the_course_and_the_first_hour_give_a_phase_the_minutes_of_its_exercises():
+    """A reader plans with these pages, and the chapter's tables of labs say how long each exercise takes."""
+    minutes = dict.fromkeys((name for name in PHASES if name[:2] not in ("00", "08")), 0)
+    for exercise in EXERCISES.values():
+        if exercise.phase in minutes:
+            minutes[exercise.phase] += hints_of(exercise).minutes
+    rows = (ROOT / "docs/course.md").read_text().splitlines()
+    told = {row.split("/")[2]: row.rpartition("| ")[2] for row in rows if row.startswith("| [")}
+    del told["08_incidents"]  # hunts; the row says what one takes
+
+    assert told == {name: f"{total} |" for name, total in minutes.items()}
+    first_hour = (ROOT / "docs/first-hour.md").read_text()
+    assert f"the chapter counts {minutes['03_cpu_punica']} minutes for its six exercises" in first_hour
+
+
 @pytest.mark.parametrize(
     "chosen", [SAMPLE, pytest.param(list(EXERCISES), marks=pytest.mark.nightly)], ids=len
 )
