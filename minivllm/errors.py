@@ -95,7 +95,7 @@ def is_recoverable(error: BaseException) -> bool:
 
 
 def recoverable(error: BaseException) -> BaseException:
-    """The error, for who keeps it or reports it; raised again if it is not recoverable."""
+    """Give the error back, for a caller that keeps or reports it. One that is not recoverable is raised instead."""
     if not is_recoverable(error):
         raise error
     return error

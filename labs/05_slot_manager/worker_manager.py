@@ -113,9 +113,10 @@ class LRUCacheWorkerLoRAManager:
 
     # region lab 5.7: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
-        """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss".
+        """Bring a step's adapters into memory and slots.
 
-        What is raised on the way is noted to be the adapter's (`blamed_on`).
+        Listeners are told a "hit" for each adapter that was in a slot already, and a "miss" for each that was copied.
+        An error on the way is marked with the id of the adapter that raised it (`blamed_on`).
 
         To use: `_load_if_missing(request)`; `activate_adapter(id)`, True if it copied, and `tell(kind, id)` of the
         manager (model_manager.py); `with blamed_on(id)` (errors.py).
@@ -123,20 +124,21 @@ class LRUCacheWorkerLoRAManager:
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
-        """The step's adapters by id, as `_distinct` has them. They are `in_use` from here on, and only they.
+        """The step's adapters by id, as `_distinct` has them. From here on these adapters, and no others, are `in_use`.
 
-        They stay so until the next step says otherwise. A step that is refused leaves `in_use` as it was.
+        The next step that is accepted replaces them. A step that `_distinct` refuses leaves `in_use` as it was.
 
         To use: `set_in_use(ids)` of the manager (model_manager.py).
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
-        """Read into memory what a step needs and is not there, all that can be read.
+        """Read into memory each adapter of a step that is not there. One that cannot be read does not stop the others.
 
-        All adapters of the step are `in_use` from here on (`_claim`), those that could not be read among them.
+        All adapters of the step are `in_use` from here on (`_claim`), also those that could not be read.
 
-        Returns adapter id -> the error that kept it out, of whatever kind. What is no fault (`recoverable`) is raised.
+        Returns adapter id -> the error that kept it out of memory. Only errors that the engine survives are returned:
+        `recoverable(error)` gives such an error back, and raises any other, such as Ctrl-C.
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 

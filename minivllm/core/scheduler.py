@@ -236,15 +236,15 @@ class Scheduler:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, in the order of `line`. One whose adapter has to wait holds up nobody behind it.
+        """Admit the requests that can join, in the order of `line`. One whose adapter has to wait lets others pass it.
 
-        `output.passed_over` has why an adapter waits: what `why_wait` says of the request, MAX_LORAS where it does not
-        fit, ADAPTER_COPY where it comes into its slot beside this step. A request that `why_wait` holds back does not
-        wait for a slot, because others can use it meanwhile. For one that does not fit nothing is copied, and its wait
-        for a slot begins with this skip (`lora.pass_over`).
+        `output.passed_over` has for each adapter that waits the reason: what `why_wait` says of the request, MAX_LORAS
+        if the adapter does not fit, or ADAPTER_COPY if it is copied into its slot beside this step (`_prefetches`).
+        `why_wait` is asked first, because a request that it holds back could not use a slot: its adapter's wait for one
+        does not begin. The wait of an adapter that does not fit begins here (`lora.pass_over`), and it is not copied.
 
-        `output.halted_by` has what ended the step for everybody, None where all were asked. In a full step nobody is
-        asked, and so nobody is passed over for its adapter. A request that lacks blocks ends the step, too (NO_BLOCKS):
+        `output.halted_by` says what ended the step for all requests, and is None if all were asked. In a full step no
+        request is asked, so no adapter is passed over. A request that lacks blocks ends the step, too (NO_BLOCKS):
         blocks come free one by one, and small requests that overtook a big one could take each of them, for ever.
 
         By hand: two slots, room for 3 requests, and the line is a1, b2, c3, d0, e1 (the digit is the adapter). a1, b2

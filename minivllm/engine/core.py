@@ -165,7 +165,7 @@ class EngineCore:
         """One step. What is new of a request goes into `outputs` at once: it is not lost if the rest fails.
 
         What always holds, in whatever order the calls are made that this leaves open:
-        - The scheduler sees reloads and unloads whose time has come as done.
+        - Reloads and unloads that are due are carried out before the scheduler decides.
         - The output processor hears of each request that was admitted (`cached_tokens` has their ids), and those that
           can never run are finished.
         - A request whose adapter cannot be read ends with finish_reason "error", and with it this step: nothing of it

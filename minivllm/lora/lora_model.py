@@ -244,10 +244,10 @@ def to_weights(
     (None = as stored), and none of them before all modules have been judged, so that a refusal costs no memory. Tensors
     on "meta" are shapes alone: they stay there, and have no numbers to judge.
 
-    A and B come unscaled, with the scaling noted beside them, since `optimize` folds it into B once. What goes into
-    `beside` has no such moment later and is scaled already, with the precision of the dtype asked for. By hand, with a
-    scaling of 3: a bias stored in bfloat16 as 1.0078125 becomes 3.0234375 in float32. Scaled in bfloat16 it would be
-    3.03125, which is not PEFT's.
+    A and B come unscaled, with the scaling noted beside them, because `optimize` folds it into B later. Nobody scales
+    later what goes into `beside`, so it is scaled here, after its conversion to `dtype`. By hand, with a scaling of 3
+    and float32 asked for: a bias stored in bfloat16 as 1.0078125 becomes 3.0234375. Scaled before the conversion it
+    would be 3.03125, which is not PEFT's.
 
     ValueError names a module that two names in training stand for, shapes and ranks that `check_pair` refuses, and
     numbers that `check_numbers` refuses.

@@ -156,8 +156,10 @@ class PEFTHelper:
 
         The key is a regular expression for the end of the name, from where a part of the name begins. The module
         `layers.0.self_attn.q_proj` is matched by `q_proj`, by `self_attn.q_proj` and by `q_proj|o_proj`, and not by
-        `proj` or `self_attn`. `_patterns`, where there are any keys, matches an expression against a name;
-        ValueError for one that takes too long (`Patterns.match`).
+        `proj` or `self_attn`.
+
+        `self._patterns.match(expression, module_name)` is `re.match` with a limit of time: a key comes from the
+        adapter's file, and one that takes too long raises ValueError. `_patterns` is None if the config has no key.
         """
         return self._patterns.match(rf"(.*\.)?({key})$", module_name)
 
