@@ -36,7 +36,10 @@ def assert_served(world, outputs, names=(None, "qv", "all"), length=6):
 class TestOneRow:
     @pytest.mark.parametrize("error", FAULTS, ids=repr)
     def test_that_cannot_be_sampled_ends_alone(self, world, monkeypatch, error):
-        engine = world.engine()
+        """Its neighbours' rows are drawn once more then, and a seeded one has the tokens of its seed all the same."""
+        engine, seeded = world.engine(), SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
+        engine.add_request("seeded", PROMPT, seeded)
+        undisturbed = tokens_of(run(engine)["seeded"])
         weigh = sampler.token_weights
 
         def weights(logits, params):
@@ -46,12 +49,14 @@ class TestOneRow:
 
         monkeypatch.setattr(sampler, "token_weights", weights)
         tenants(engine, world)
+        engine.add_request("seeded", PROMPT, seeded)
         engine.add_request("bad", PROMPT, SamplingParams(temperature=7), lora_request=world.request("qv"))
 
         outputs = run(engine)
 
         assert outputs["bad"].outputs[0].finish_reason == "error"
         assert type(error).__name__ in outputs["bad"].error
+        assert tokens_of(outputs["seeded"]) == undisturbed
         assert_served(world, outputs)
 
     def test_whose_text_cannot_be_made_ends_alone_with_the_text_so_far(self, world, monkeypatch):

@@ -63,6 +63,18 @@ def test_who_goes_is_the_policys_choice():
     assert left(GreedyDualSizeFrequency(lambda key: 1.0, {1: 6, 2: 1, 3: 1, 4: 1}.get)) == {2, 3, 4}
 
 
+def test_uses_of_a_key_that_has_left_count_no_more():
+    cache = keeping.PolicyCache(2, LeastFrequentlyUsed())
+    for key in [1, 1, 1, 2, 2]:
+        cache.put(key, None)
+    cache.pop(1)
+
+    for key in (1, 3):
+        cache.put(key, None)
+
+    assert set(cache) == {2, 3}, "1 had one use since it came, 2 had two"
+
+
 def test_what_was_worth_much_once_does_not_stay_for_ever():
     cache = keeping.PolicyCache(2, GreedyDualSizeFrequency(lambda key: 1.0))
 

@@ -124,6 +124,19 @@ def test_survive_a_preemption_and_are_computed_once(llama, monkeypatch):
         assert tokens_of(outputs[str(i)]) == llama.answer("head", token_ids(12, i), 12)
 
 
+def test_no_pass_has_more_rows_of_logits_than_a_step_may(llama, monkeypatch):
+    """The logits of a whole prompt over a large vocabulary are memory that nobody has counted."""
+    engine, prompt = llama.engine(max_num_seqs=2), token_ids(12, 4)
+    rows, compute = [], engine.runner.model.compute_logits
+    monkeypatch.setattr(engine.runner.model, "compute_logits", lambda h: rows.append(len(h)) or compute(h))
+    engine.add_request("a", prompt, greedy(1, prompt_logprobs=1), lora_request=llama.request("head"))
+
+    output = run(engine)["a"]
+
+    assert (sum(rows), max(rows)) == (11 + 1, 2)
+    assert_logprobs(output, llama, "head", wanted=1)
+
+
 def test_come_with_every_output_of_the_request(llama):
     engine = llama.engine()
     engine.add_request("a", [5, 6, 7], greedy(3, prompt_logprobs=1))

@@ -266,6 +266,17 @@ class TestSampling:
         assert tokens_of(outputs["a"]) == llama.answer("reads", [5, V], 3)
         assert tokens_of(outputs["base"]) == llama.answer(None, [5, 9], 3)
 
+    def test_logprobs_of_a_prompt_say_that_a_token_that_is_only_read_cannot_come(self, llama):
+        engine = make_engine(llama, target_modules=["embed_tokens", "q_proj", "v_proj"])
+        engine.add_request("a", [5, V, 9], greedy(3, prompt_logprobs=1), lora_request=llama.request("reads"))
+
+        output = run(engine)["a"]
+
+        _, of_new, of_9 = output.prompt_logprobs
+        assert tokens_of(output) == llama.answer("reads", [5, V, 9], 3)
+        assert of_new[V].logprob == -math.inf and of_new[V].rank == V + 1
+        assert of_9[9].logprob > -math.inf
+
 
 class TestPrompts:
     @pytest.mark.parametrize(
