@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Literal
 
 from labs.kit.measures import QUESTIONS, Counts
 from labs.kit.overlay import Todo, learners_sources
@@ -80,13 +81,23 @@ def draw(phase: str, guess: float | None, ours: Counts, theirs: Counts | None) -
         axes.legend(frameon=False, loc="upper left")
 
 
-def compare(unit: str, engine: dict[str, object], yours: dict[str, object], within: float = 1e-3) -> None:
+def compare(
+    unit: str,
+    engine: dict[str, object],
+    yours: dict[str, object],
+    within: float = 1e-3,
+    better: Literal["more", "less"] | None = None,
+) -> None:
     """Print what the engine has and what the learner's function says for each case, and a sentence.
 
     A missing or None answer is one that is not written yet.
 
     within  how far numbers that agree may be apart, as a share
+    better  where the learner is to do as well as the engine or better, and not the same: which numbers are better
     """
+    if better:
+        _contest(unit, engine, yours, within, better)
+        return
     width = max(map(len, ["", *engine]))
     print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
     wrong = []
@@ -105,6 +116,29 @@ def compare(unit: str, engine: dict[str, object], yours: dict[str, object], with
         return
     told = f"for {first} it says {_short(said)}, and the engine has {_short(engine[first])}"
     print(f"Yours differs in {len(wrong)} of {len(engine)}: {told}.")
+
+
+def _contest(
+    unit: str, engine: dict[str, float], yours: dict[str, float | None], within: float, better: str
+) -> None:
+    """As `compare`, of two that do the same work, one of them better."""
+    width = max(map(len, ["", *engine]))
+    print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
+    said = []
+    for case, theirs in engine.items():
+        mine = yours.get(case)
+        if mine is None:
+            said.append("missing")
+        elif _agrees(theirs, mine, within):
+            said.append("level")
+        else:
+            said.append("ahead" if (mine > theirs) is (better == "more") else "behind")
+        print(f"{case:{width}}  {_short(theirs):>14}  {_short(mine):>14}   {said[-1]}")
+    if "missing" in said:
+        print(f"Yours says nothing of {list(engine)[said.index('missing')]} yet.")
+        return
+    ahead, level, behind = map(said.count, ("ahead", "level", "behind"))
+    print(f"Yours is ahead in {ahead}, level in {level} and behind in {behind}: {better} is better.")
 
 
 def _agrees(right: object, said: object, within: float) -> bool:

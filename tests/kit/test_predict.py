@@ -9,7 +9,7 @@ import pytest
 from checkout import Checkout
 
 from labs.kit.measures import QUESTIONS
-from labs.kit.predict import predict
+from labs.kit.predict import compare, predict
 from labs.kit.regions import ROOT
 
 matplotlib.use("Agg")
@@ -83,6 +83,30 @@ def test_with_a_guess_the_count_stands_beside_it(capsys, shown):
     said = capsys.readouterr().out
     assert "your guess: 24 misses; our code: 120\n" in said and "\nwhy: The adapter that comes next" in said
     assert shown == [[120, 4, 3, 2]]
+
+
+def test_where_more_is_better_more_is_told_as_better(capsys):
+    engine = {"still": 600, "favourites": 892, "moves": 588}
+
+    compare("found", engine, {"still": 699, "favourites": 892, "moves": 500}, better="more")
+
+    *table, verdict = capsys.readouterr().out.splitlines()
+    assert [row.split()[-1] for row in table] == ["found", "ahead", "level", "behind"]
+    assert verdict == "Yours is ahead in 1, level in 1 and behind in 1: more is better."
+
+
+@pytest.mark.parametrize(
+    ("mine", "told"),
+    [
+        (7, "Yours is ahead in 0, level in 0 and behind in 1: less is better."),
+        (5, "Yours is ahead in 1, level in 0 and behind in 0: less is better."),
+        (None, "Yours says nothing of a yet."),
+    ],
+)
+def test_where_less_is_better_less_is_told_as_better(capsys, mine, told):
+    compare("copies", {"a": 6}, {"a": mine}, better="less")
+
+    assert capsys.readouterr().out.endswith(f"\n{told}\n")
 
 
 @pytest.fixture(scope="module")
