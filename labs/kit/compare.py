@@ -165,8 +165,9 @@ def record(
 
 
 def steps_in(file: Path) -> int:
-    """How many were written so far; the line before them has the engine's room."""
-    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
+    """How many were written so far, but for the lines of other things, which stand before them and after them."""
+    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+    return sum(not line.startswith((b'{"room"', b'{"end"')) for line in lines)
 
 
 def read(name: str, file: Path) -> Recorded:

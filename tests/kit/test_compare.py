@@ -18,7 +18,7 @@ from recorded_runs import ONE_BY_ONE, TWO_BESIDE, VARIANT, run_all, write_progra
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
 from labs.kit.commands.run import Told
-from labs.kit.compare import Recorded, compare, record
+from labs.kit.compare import Recorded, compare, record, steps_in
 from labs.kit.mutants import mutants_of
 from labs.kit.regions import ROOT, LabError, read_engine
 from tests.tools.browser import Tab, open_browser
@@ -328,6 +328,20 @@ def test_of_two_engines_in_processes_the_first_that_steps_is_recorded(tmp_path_f
     assert {request for step in found["beside"].steps for request in step["tokens"]} == {"first"}
     assert len(found["alone"].steps) >= 30 and found["beside"].end is None
     assert compare(found["beside"], found["alone"]).reasons == []
+
+
+def test_the_steps_that_are_told_of_while_it_runs_come_to_those_of_the_verdict(program, recorded):
+    file = program.parent / "ours.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+
+    assert (
+        steps_in(file) == len(recorded["ours"].steps) == len(lines) - 2
+    )  # the first has the room, the last the end
+    cut = file.with_name("cut.jsonl")
+    for number in range(3):
+        cut.write_text("".join(lines[:number]) + '{"step": ')
+        assert steps_in(cut) == max(0, number - 1)
+    assert steps_in(file.with_name("nothing.jsonl")) == 0
 
 
 @pytest.mark.nightly
