@@ -163,7 +163,7 @@ def make_report(
         ],
         "requests": len(requests),
         "seconds": seconds,
-        "threads": str(engine.runner.cpu_threads),
+        "threads": engine.runner.cpu_threads.over_all(),
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "max_loras": engine.config.lora_config.max_loras,

@@ -38,6 +38,7 @@ class CPUThreads:
     reason   who decided: "asked for", "OMP_NUM_THREADS" and the like
     stalls   whether so many threads wait for each other; None = the number is never changed
     clock    seconds
+    used     all numbers that something was computed on so far
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class CPUThreads:
         self.number = self.most = most
         self.reason, self.clock = reason, clock
         self.stalls = stalls if most > 1 else None
+        self.used: set[int] = set()
         # Seconds, by the size of a step.
         self._expected: defaultdict[int, float] = defaultdict(lambda: math.inf)
         self._pause, self._until = FIRST_PAUSE, math.inf
@@ -58,6 +60,15 @@ class CPUThreads:
     def __str__(self) -> str:
         of = f" of {self.most}" if self.stalls else ""
         return f"{self.number}{of} CPU thread{'s' * (self.most > 1)} ({self.reason})"
+
+    def over_all(self) -> str:
+        """As `str`, of all that was computed so far, where that names the number of now."""
+        if len(self.used) < 2:
+            return str(self)
+        return (
+            f"{min(self.used)} to {max(self.used)} of {self.most} CPU threads ({self.reason}, "
+            "and fewer while other processes have the cores)"
+        )
 
     def choose(self) -> None:
         """Halve the number until its threads do not wait for each other; fewer than all are taken for a pause."""
@@ -74,6 +85,7 @@ class CPUThreads:
     def in_use(self) -> Iterator[None]:
         """Inside, the calling thread computes on the chosen number."""
         number, before = self.number, torch.get_num_threads()
+        self.used.add(number)
         if number != before:
             set_num_threads(number)
         try:

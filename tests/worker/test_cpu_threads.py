@@ -62,6 +62,21 @@ class TestSlowSteps:
 
         assert machine.steps(threads, 6) == [4, 2, 2, 2, 2, 2]
 
+    def test_a_summary_names_all_numbers_that_were_used_and_not_that_of_now(self):
+        machine = Machine(free=4)
+        threads = machine.engine()
+        machine.steps(threads, 50)
+        before = threads.over_all()
+        machine.free = 2
+
+        machine.steps(threads, 6)
+
+        assert before == "4 of 4 CPU threads (all that may be used)"
+        assert str(threads) == "2 of 4 CPU threads (all that may be used)"
+        assert threads.over_all() == (
+            "2 to 4 of 4 CPU threads (all that may be used, and fewer while other processes have the cores)"
+        )
+
     def test_beside_neighbours_that_stay_all_threads_are_tried_less_and_less(self):
         machine = Machine(free=2)
         threads = machine.engine()
