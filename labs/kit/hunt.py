@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labs.kit.hunt_files import handed_out, whole
+from labs.kit.hunt_files import handed_out, shown_in, whole
 from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import ROOT, LabError
 
@@ -179,12 +181,29 @@ class Hunt:
         """Where the learner mends a module."""
         return self.folder / "fixes" / f"{self.id:02}_{module.rpartition('.')[2]}.py"
 
-    def handed_out(self) -> dict[str, str]:
-        """Each broken module as the learner gets it, see `hunt_files`."""
+    def handed_out(self, solved: Collection[str] = ()) -> dict[str, str]:
+        """Each broken module as a learner gets it who has solved these exercises, see `hunt_files`."""
         return {
-            module: handed_out(engine_file(module).read_text(encoding="utf-8"), text, module)
+            module: handed_out(engine_file(module).read_text(encoding="utf-8"), text, module, solved)
             for module, text in self.faults[0].texts().items()
         }
+
+    def is_as_handed_out(self) -> bool:
+        """Whether nobody has changed a copy, whatever was solved when it was written."""
+        texts = self.fix_texts()
+        try:
+            solved = {number for module, text in texts.items() for number in shown_in(text, module)}
+        except LabError:
+            return False
+        return texts == self.handed_out(solved)
+
+    def answers(self, solved: Collection[str]) -> set[str]:
+        """The exercises whose code is in the copies, or will be for a learner who has solved these."""
+        found: set[str] = set()
+        for module, text in (self.handed_out(solved) | self.fix_texts()).items():
+            with suppress(LabError):  # a mark was lost: the grade says so
+                found |= shown_in(text, module)
+        return found
 
     def fix_texts(self) -> dict[str, str]:
         """The learner's copies of the broken modules as they stand, as far as they are there."""
@@ -196,11 +215,11 @@ class Hunt:
 
         LabError where the lines that say what is left out are not there any more.
         """
-        found, broken = {}, self.faults[0].texts()
+        found = {}
         for module, text in self.fix_texts().items():
             path, sound = self.fix_file(module), engine_file(module).read_text(encoding="utf-8")
             try:
-                found[module] = Source(str(path), *whole(text, sound, broken[module], path.name))
+                found[module] = Source(str(path), *whole(text, sound, path.name))
             except LabError as error:
                 raise LabError(
                     f"{path.relative_to(self.root)}: leave the lines '# region lab ...' and '# endregion' as they "
@@ -209,9 +228,12 @@ class Hunt:
                 ) from error
         return found
 
-    def hand_out(self) -> list[Path]:
-        """Write a copy of each broken module for the learner to mend, unless there is one. Returns all of them."""
-        for module, text in self.handed_out().items():
+    def hand_out(self, solved: Collection[str] = ()) -> list[Path]:
+        """Write a copy of each broken module for the learner to mend, unless there is one. Returns all of them.
+
+        solved   exercises whose code may be in it
+        """
+        for module, text in self.handed_out(solved).items():
             path = self.fix_file(module)
             path.parent.mkdir(exist_ok=True)
             if not path.exists():

@@ -1,14 +1,15 @@
 """What a learner mends: a broken module without its docstrings and comments, and without answers to other exercises.
 
 Docstrings and comments say what the code should do, so a fault would be found by comparing the two, and not by thinking
-about the symptom. Code of exercises that the fault is not in is left out, and put back when the module is loaded.
+about the symptom. Code of exercises that the fault is not in is left out until they are solved, and put back when the
+module is loaded. Of a solved one it is shown, because what is missing would tell where the fault is.
 """
 
 import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from difflib import SequenceMatcher
 
 from labs.kit.regions import find_regions, left_out, splice
@@ -19,14 +20,18 @@ OPENING = re.compile(r"(# region lab [\d.]+: ).*")  # its title may be the rule 
 Replaced = tuple[int, int, list[str]]
 
 
-def handed_out(sound: str, broken: str, where: str) -> str:
-    """The broken text as a learner gets it.   sound, broken: a module's text, with the marks of its regions"""
-    shown = _exercises_with_fault(sound, broken, where)
+def handed_out(sound: str, broken: str, where: str, solved: Collection[str] = ()) -> str:
+    """The broken text as a learner gets it.
+
+    sound, broken   a module's text, with the marks of its regions
+    solved          exercises whose code is shown as well
+    """
+    shown = _exercises_with_fault(sound, broken, where).union(solved)
     tree, lines = ast.parse(broken), broken.split("\n")
     replaced = [*_docstrings(tree, lines), *_comments(broken)]
     for region in find_regions(broken, where):
         if region.exercise not in shown:
-            stub = f"...  # lab {region.exercise}: our code runs here"
+            stub = f"...  {_left_out(region.exercise)}"
             bodies = list(left_out(tree, lines, region, where, stub))
             hidden = {line for first, last, _ in bodies for line in range(first, last)}
             replaced = [*(one for one in replaced if one[0] not in hidden), *bodies]
@@ -37,14 +42,24 @@ def handed_out(sound: str, broken: str, where: str) -> str:
     return text
 
 
-def whole(text: str, sound: str, broken: str, where: str) -> tuple[str, list[int] | None]:
+def shown_in(text: str, where: str) -> set[str]:
+    """The exercises of which nothing is left out of a learner's version. LabError where a mark is missing."""
+    numbers = {region.exercise for region in find_regions(text, where)}
+    return {number for number in numbers if _left_out(number) not in text}
+
+
+def _left_out(exercise: str) -> str:
+    return f"# lab {exercise}: our code runs here"
+
+
+def whole(text: str, sound: str, where: str) -> tuple[str, list[int] | None]:
     """A learner's version with our code put back; for each of its lines the line in the learner's file.
 
     A version without any region is whole. LabError where regions are not those of the module.
     """
     if not find_regions(text, where):
         return text, None
-    return splice(text, sound, _exercises_with_fault(sound, broken, where), where)
+    return splice(text, sound, shown_in(text, where), where)
 
 
 def _exercises_with_fault(sound: str, broken: str, where: str) -> set[str]:

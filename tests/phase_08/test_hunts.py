@@ -17,6 +17,7 @@ from labs.kit.hunt_files import WITH_DOCSTRING, whole
 from labs.kit.hunt_rules import source_reading
 from labs.kit.overlay import engine_file
 from labs.kit.regions import LabError, read_engine
+from tests.worlds.hunts import HuntWorld
 
 sys.path.append(str(Path(__file__).parents[1] / "kit"))
 from checkout import Checkout
@@ -206,7 +207,7 @@ def test_what_is_mended_is_the_broken_module_once_our_code_is_put_back(hunt):
     for module, text in hunt.handed_out().items():
         sound, broken = engine_file(module).read_text(), hunt.faults[0].texts()[module]
 
-        put_together, lines = whole(text, sound, broken, module)
+        put_together, lines = whole(text, sound, module)
 
         assert without_docstrings(put_together) == without_docstrings(broken)
         if lines is not None:
@@ -294,8 +295,8 @@ def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mende
         "    for module, broken in hunt.faults[0].texts().items():\n"
         "        sound = engine_file(module).read_text()\n"
         "        path = str(hunt.fix_file(module))\n"
-        "        given[module] = Source(path, *whole(hunt.handed_out()[module], sound, broken, module))\n"
-        "        mended[module] = Source(path, *whole(handed_out(broken, sound, module), sound, broken, module))\n"
+        "        given[module] = Source(path, *whole(hunt.handed_out()[module], sound, module))\n"
+        "        mended[module] = Source(path, *whole(handed_out(broken, sound, module), sound, module))\n"
         "    jobs += [incident_job(hunt, (hunt.number, 'given'), given)]\n"
         "    jobs += [incident_job(hunt, (hunt.number, 'mended'), mended)]\n"
         "for job, outcome in run(jobs):\n"
@@ -749,9 +750,46 @@ def test_the_commands_that_a_hunt_prints_work_as_printed(checkout):
 
 
 def test_a_hunt_says_which_answers_its_broken_code_holds(checkout):
+    """And of no others: of 3.1, which is in the same module, the body is left out."""
     said = checkout.lab("hunt", "1").stdout
 
-    assert "\n     It holds the answers of what you have not solved: 3.1, 3.4\n" in said
+    assert "\n     It holds the answers of what you have not solved: 3.4\n" in said
+
+
+def test_what_an_engine_has_done_is_shown_on_lines_that_a_screen_has(tmp_path, capsys):
+    world = HuntWorld(tmp_path)
+    engine = world.engine()
+    world.ask(engine, world.adapter(1))
+
+    world.show(engine)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "{'slots': [1, None],"
+    assert any("'loads': 1," in line for line in lines)
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+
+
+def test_code_of_solved_exercises_is_shown_so_that_what_is_missing_does_not_tell_the_place(checkout):
+    hunt = read_hunts(checkout.root)["8.14"]
+    [module] = hunt.broken()
+
+    given, more = hunt.handed_out()[module], hunt.handed_out({"5.8"})[module]
+
+    assert "# lab 5.8: our code runs here" in given
+    assert "our code runs here" not in more
+    assert without_docstrings(more) == without_docstrings(hunt.faults[0].texts()[module])
+
+
+def test_a_copy_that_nobody_has_changed_is_known_whatever_was_solved_when_it_was_written(checkout):
+    hunt = read_hunts(checkout.root)["8.14"]
+
+    for solved in ((), {"5.8"}):
+        [path] = hunt.hand_out(solved)
+        assert hunt.is_as_handed_out()
+        path.write_text(path.read_text().replace("_load(", "_read("))
+        assert not hunt.is_as_handed_out()
+        path.unlink()
 
 
 def test_reset_puts_the_starter_back_and_keeps_what_was_there(checkout):

@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from pprint import pprint
 from typing import Any
 
 import pytest
@@ -53,6 +54,8 @@ __all__ = [
 ]
 CALLS = itertools.count(1)
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two full blocks and a token
+# Of an engine's `debug_info()`. What is left out is of its options and of the machine.
+SHOWN = ("slots", "pinned", "states", "adapters", "running", "waiting", "errors", "metrics")
 # Parts of fused modules: the module, and the first of its rows that is the part's.
 FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -133,6 +136,11 @@ class HuntWorld(SmallWorld):
             engine.add_request(request_id, prompt, greedy(max_tokens, **params), lora_request=lora)
         outputs = run(engine)
         return [outputs[request_id] for request_id in ids]
+
+    def show(self, engine: LLMEngine) -> None:
+        """Print the entries of `engine.debug_info()` that requests and adapters change, with its counters."""
+        info = engine.debug_info()
+        pprint({name: info[name] for name in SHOWN}, width=110, compact=True, sort_dicts=False)
 
 
 def updates_of(folder: Path) -> Tensors:

@@ -12,7 +12,7 @@ from labs.kit.commands.run import environment
 from labs.kit.commands.shared import SIGNS, choose, console, only_hunt
 from labs.kit.hunt import PHASE, Hunt, choose_hunts, read_hunts
 from labs.kit.progress import FOLDER, Progress, keep, shown
-from labs.kit.regions import LabError
+from labs.kit.regions import LabError, sort_key
 
 
 def say_count() -> None:
@@ -46,19 +46,24 @@ def tell(hunt: Hunt) -> None:
     console.print(f"     lab hunt {hunt.id} -- pytest {shown(hunt.test_file)}   runs it on the broken engine")
     console.print(f"     pytest {shown(hunt.test_file)}   runs it on the sound one")
     console.print(
-        "     What an engine has done is in engine.debug_info() and engine.get_metrics(): print both in the test "
-        "before you read code."
+        "     What an engine has done is in engine.debug_info(): in the test, world.show(engine) prints what requests "
+        "and adapters change of it. Read that before you read code."
     )
     files = [shown(hunt.fix_file(module)) for module in hunt.modules if hunt.fix_file(module).exists()]
     then = "2. Mend the broken code" + (
         f": {', '.join(files)}" if files else ", which you get with the first step"
     )
     console.print(then)
-    progress = Progress()
-    within = [exercise for exercise in choose(None) if exercise.module in hunt.modules]
-    if told := [exercise.number for exercise in within if progress.state(exercise) != "passed"]:
+    solved = solved_of(hunt, Progress())
+    if told := sorted(hunt.answers(solved) - solved, key=sort_key):
         console.print(f"     [dim]It holds the answers of what you have not solved: {', '.join(told)}[/]")
     console.print(f"lab hunt {hunt.id} --check grades both, lab hint {hunt.number} helps.")
+
+
+def solved_of(hunt: Hunt, progress: Progress) -> set[str]:
+    """The exercises in the hunt's modules that have passed."""
+    within = [exercise for exercise in choose(None) if exercise.module in hunt.modules]
+    return {exercise.number for exercise in within if progress.state(exercise) == "passed"}
 
 
 def say_spoiler(hunt: Hunt) -> None:
@@ -93,7 +98,7 @@ def check_hunts(hunts: list[Hunt]) -> bool:
                 engines = "the sound engine, the broken one, its variants and those of other hunts"
                 what = "your fix" if is_right else f"your test on {engines}; that takes a while"
                 console.print(f"[dim]Checking {hunt.number}: {what}[/]")
-            grade = grade_hunt(hunt, is_right)
+            grade = grade_hunt(hunt, is_right, solved_of(hunt, progress))
         except LabError as error:
             if len(hunts) == 1:
                 raise
