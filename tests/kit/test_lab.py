@@ -147,6 +147,13 @@ def test_a_pass_of_one_exercise_is_shown_until_its_own_code_changes(checkout):
     assert earned.stdout.startswith("yours is ours, but for docstrings, comments and layout\n")
 
 
+def test_of_a_phase_the_pages_are_listed_of_what_may_be_used(checkout):
+    said = checkout.lab("api", "3").stdout.splitlines()
+
+    assert [line.split("  ")[0] for line in said] == [f"lab api 3.{n}" for n in range(1, 7)]
+    assert said[1] == "lab api 3.2  shrink, one token at a time"
+
+
 def test_a_classic_mistake_is_recognised(checkout):
     checkout.answer("3.2", LAST_SLOT)
 
@@ -156,6 +163,7 @@ def test_a_classic_mistake_is_recognised(checkout):
     assert "✗ 3.2" in result.stdout
     assert "It looks like this: Slot -1 means no adapter; as an index it is the last slot." in result.stdout
     assert "Slot 0 is a slot" not in result.stdout
+    assert "lab debug" not in result.stdout, "the mistake is named"
 
 
 def test_a_mistake_of_ones_own_is_not(checkout):
@@ -167,6 +175,7 @@ def test_a_mistake_of_ones_own_is_not(checkout):
     assert "It looks like this" not in result.stdout
     assert "comparing with 2 known mistakes\n" in result.stdout
     assert "It is none of the 2 known mistakes." in result.stdout
+    assert "what your code prints is shown; lab debug 3.2 " in result.stdout, "nothing else helps"
 
 
 @pytest.mark.nightly

@@ -170,6 +170,26 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_an_exercise_that_has_not_passed_is_named_before_cells_run_on_it(tmp_path):
+    checkout = Checkout(tmp_path)
+    checkout.solve("3.2")
+    begin = "from labs.kit.commands import read\nread.os.execve = lambda *_: None\nread.notebook('3')\n"
+    passes = (
+        "from labs.kit.progress import Progress, digest\n"
+        "from labs.kit.regions import read_engine\n"
+        "Progress().remember('3.2', digest(read_engine()['3.2']))\n"
+    )
+
+    before, after = checkout.execute(begin).stdout, checkout.execute(passes + begin).stdout
+
+    assert "yours: 3.2;" in before and "yours: 3.2;" in after
+    assert (
+        "\nOf yours 3.2 did not pass as it is now, so cells may show wrong results; `lab check 3.2` "
+        in before
+    )
+    assert "did not pass" not in after
+
+
 def test_a_copy_is_opened_as_it_was_left(own):
     path, is_new = notebook.learners_copy("03_cpu_punica")
     path.write_text("mine")

@@ -15,7 +15,7 @@ from labs.kit.folding import beside
 from labs.kit.hints import hints_of
 from labs.kit.hunt import choose_hunts, is_hunt, read_hunts
 from labs.kit.overlay import starters
-from labs.kit.path import next_of
+from labs.kit.path import mark, next_of
 from labs.kit.progress import Progress, learners_code, reset, shown
 from labs.kit.regions import LabError
 from labs.kit.surroundings import put_back
@@ -56,8 +56,12 @@ def where_one_is(progress: Progress) -> tuple[str, str]:
     return following.number, "which you have begun" if begun else "which is next on your path"
 
 
-def api(number: Number) -> None:
+def api(number: Annotated[str, typer.Argument(help="An exercise, such as 3.2; a phase: its pages.")]) -> None:
     """What an exercise may use of the engine: signatures, what they are for, and no bodies."""
+    if "." not in number:
+        for exercise in choose(number):
+            console.print(f"lab api {exercise.number}  {escape(exercise.title)}[dim]{mark(exercise)}[/]")
+        return
     exercise = choose_one(number)
     uses, entries = page_of(exercise)
     console.print(f"[bold]lab {number}: {escape(exercise.title)}[/]")

@@ -74,13 +74,14 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     """
     from labs.kit.grade import grade
 
-    progress, states = Progress(), {}
+    progress, states, explained = Progress(), {}, set()
     if console.is_terminal:
         print("loading PyTorch\r", end="", flush=True)  # wiped by the first test
     graded = grade(chosen, trace, say_test if console.is_terminal else None, say_wait)
     for result in in_order(graded, chosen):
         states[result.exercise.number] = result.state
-        say_grade(result, trace)
+        if say_grade(result, trace):
+            explained.add(result.exercise.number)
         if result.state == "passed":
             progress.remember(result.exercise.number, result.digest)
     say_surroundings(chosen)
@@ -91,7 +92,7 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     progress.is_stuck_at(stuck.number if stuck else None)
     if stuck:
         console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
-        if states[stuck.number] == "failed":
+        if states[stuck.number] == "failed" and stuck.number not in explained:
             console.print(
                 f"[dim]what your code prints is shown; lab debug {stuck.number} stops at breakpoint() and where a test"
                 f" fails; lab api {stuck.number} shows what you may use[/]"
@@ -183,7 +184,8 @@ def say_wait(job: "Job", test: str, seconds: float, computed: float) -> None:
     )
 
 
-def say_grade(result: "Grade", trace: bool) -> None:
+def say_grade(result: "Grade", trace: bool) -> bool:
+    """Whether a known mistake was named, which says more than how to search for one."""
     if console.is_terminal:
         print(WIPE, end="")
     exercise, outcome = result.exercise, result.outcome
@@ -214,8 +216,7 @@ def say_grade(result: "Grade", trace: bool) -> None:
     if talkative and not wrong:
         console.print(f"    [bold]{escape(name_of(talkative[0].test))}[/]")
         say_printed(talkative[0])
-    if (wrong or (outcome.trouble and outcome.results)) and not trace:
-        say_mistakes(result)
+    return bool(wrong or (outcome.trouble and outcome.results)) and not trace and say_mistakes(result)
 
 
 def say_printed(test: "Result") -> None:
@@ -240,13 +241,13 @@ def name_of(test: str) -> str:
     return f"{name}{bracket}{case}" if is_named else name
 
 
-def say_mistakes(result: "Grade") -> None:
-    """Which of the known mistakes it looks like. That takes a while, so it is said first."""
+def say_mistakes(result: "Grade") -> bool:
+    """Which of the known mistakes it looks like; whether one is surely made. It takes a while, which is said first."""
     from labs.kit.likeness import is_plain, known_mistakes, likenesses
 
     known = known_mistakes(result.exercise)
     if not known or is_plain(result.outcome):
-        return
+        return False
     console.print(
         f"    [dim]comparing with {len(known)} known mistakes[/]", end="\r" * console.is_terminal or "\n"
     )
@@ -264,6 +265,7 @@ def say_mistakes(result: "Grade") -> None:
             console.print(f"    [yellow]{how}[/] {escape(' '.join(mistake.misconception.split()))}")
     if not found:
         console.print(f"    [dim]It is none of the {len(known)} known mistakes.[/]")
+    return any(likeness.is_sure for likeness in found)
 
 
 def watch(which: Which = None) -> None:

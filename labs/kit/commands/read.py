@@ -67,10 +67,26 @@ def notebook(
     state = "a copy of ours" if is_new else "as you left it; --fresh starts it over"
     console.print(f"notebook: {shown(path)} ({state})")
     console.print(f"yours: {yours or 'nothing, this is our code'}; ours: all else")
+    if left := not_passed(yours):
+        console.print(
+            f"[yellow]Of yours {', '.join(left)} did not pass as it is now, so cells may show wrong results; "
+            f"`lab check {' '.join(left)}` says why.[/]"
+        )
     console.print("After a change in labs/ restart the kernel. Ctrl-C here ends JupyterLab.")
     sys.stdout.flush()
     arguments = command(path, jupyter or [], browser)
     os.execve(arguments[0], arguments, environment(yours))  # so that Ctrl-C is JupyterLab's to answer
+
+
+def not_passed(yours: str) -> list[str]:
+    """The exercises of a selection that are begun and have not passed as they stand.   yours: as for `environment`"""
+    wanted, progress = {item.strip() for item in yours.split(",")}, Progress()
+    return [
+        exercise.number
+        for exercise in choose(None)
+        if not wanted.isdisjoint({"all", exercise.number, exercise.number.partition(".")[0]})
+        and progress.state(exercise) == "started"
+    ]
 
 
 def phase_of(which: str | None) -> str:
