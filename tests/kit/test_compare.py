@@ -356,6 +356,7 @@ def test_the_command_compares_a_learners_code(program, tmp_path_factory):
 
     assert result.returncode == 1, result.stderr
     assert "yours: 6.1\n" in result.stdout
+    assert "Of yours 6.1 did not pass as it is now" in result.stdout  # it was never checked
     assert " is the first that differs, of " in result.stdout
     assert "\n  rows: ours computes" in result.stdout
     html = (out / "compare.html").read_text("utf-8")

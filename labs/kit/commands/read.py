@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from labs.kit.commands.run import begun, environment
+from labs.kit.commands.run import begun, environment, not_passed
 from labs.kit.commands.shared import choose, console
 from labs.kit.hunt import PHASE as HUNTS
 from labs.kit.hunt import is_hunt
@@ -76,17 +76,6 @@ def notebook(
     sys.stdout.flush()
     arguments = command(path, jupyter or [], browser)
     os.execve(arguments[0], arguments, environment(yours))  # so that Ctrl-C is JupyterLab's to answer
-
-
-def not_passed(yours: str) -> list[str]:
-    """The exercises of a selection that are begun and have not passed as they stand.   yours: as for `environment`"""
-    wanted, progress = {item.strip() for item in yours.split(",")}, Progress()
-    return [
-        exercise.number
-        for exercise in choose(None)
-        if not wanted.isdisjoint({"all", exercise.number, exercise.number.partition(".")[0]})
-        and progress.state(exercise) == "started"
-    ]
 
 
 def phase_of(which: str | None) -> str:

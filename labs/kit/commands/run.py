@@ -16,7 +16,7 @@ from labs.demos import PICTURES
 from labs.kit import overlay
 from labs.kit.commands.shared import SIGNS, Number, choose, choose_one, console
 from labs.kit.path import track_of
-from labs.kit.progress import has_stub, is_untouched, learners_exercise, place
+from labs.kit.progress import Progress, has_stub, is_untouched, learners_exercise, place
 from labs.kit.regions import ROOT, LabError
 
 SELDOM = 10.0  # seconds between lines where each stays, since nobody reads a terminal
@@ -117,6 +117,11 @@ def compare_command(
     console.print(f"[{colour}]{escape(found.verdict)}[/]")
     for reason in found.reasons:
         console.print(f"  {escape(reason)}")
+    if left := not_passed(yours):
+        console.print(
+            f"[yellow]Of yours {', '.join(left)} did not pass as it is now, and a program need not come by what is "
+            f"wrong; `lab check {' '.join(left)}` says it.[/]"
+        )
     page = folder / "compare.html"
     page.write_text(found.page(" ".join(command)), encoding="utf-8")
     console.print(f"[dim]both, step by step: {escape(str(page))}[/]")
@@ -147,6 +152,17 @@ def begun() -> str:
 def unfinished() -> str:
     """Those of which a stub still stands."""
     return ", ".join(e.number for e in choose(None) if not is_untouched(e) and has_stub(e))
+
+
+def not_passed(yours: str) -> list[str]:
+    """The exercises of a selection that are begun and have not passed as they stand.   yours: as for `environment`"""
+    wanted, progress = {item.strip() for item in yours.split(",")}, Progress()
+    return [
+        exercise.number
+        for exercise in choose(None)
+        if not wanted.isdisjoint({"all", exercise.number, exercise.number.partition(".")[0]})
+        and progress.state(exercise) == "started"
+    ]
 
 
 def environment(yours: str) -> dict[str, str]:
