@@ -79,14 +79,16 @@ def test_a_reload_brings_the_next_tensors_which_come_back_after_an_eviction(worl
 
 
 def test_a_trainer_may_write_to_its_tensors_while_they_are_loaded(world):
+    """Also while another adapter has the slot: they come back into it from the engine's memory."""
     tensors = {name: torch.nn.Parameter(tensor) for name, tensor in tensors_of(world, "all").items()}
-    engine = world.engine()
+    engine = world.engine(max_loras=1)
     request = in_memory(world, "all", tensors=tensors)
     before = answer(engine, request, "before")
 
     with torch.no_grad():
         for tensor in tensors.values():
             tensor.fill_(3)
+    answer(engine, world.request("mlp"), "other")
 
     assert answer(engine, request, "after") == before
 

@@ -327,10 +327,11 @@ class TestTheAdapterAsAWhole:
     def test_weights_come_back_after_an_eviction_though_the_trainer_has_gone_on(self, world):
         engine = world.engine(max_loras=1, max_cpu_loras=2)
         engine.add_lora(world.request("policy"))
-        tensors = world.tensors("again")
-        engine.update_lora("policy", tensors, peft_config=world.config("again"))
+        tensors, config = world.tensors("again"), world.config("again")
+        engine.update_lora("policy", tensors, peft_config=config)
         for tensor in tensors.values():
             tensor.zero_()
+        config["lora_alpha"] *= 4
         for name in ("all", "patterns"):
             ask(world, engine, name)
             run(engine)
@@ -408,6 +409,19 @@ class TestWhatIsRefused:
 
         with pytest.raises((ValueError, FileNotFoundError), match=re.escape(said)):
             engine.update_lora(**arguments)
+
+    def test_weights_whose_prompts_would_be_read_otherwise(self, world):
+        engine = world.engine()
+        old = ask(world, engine, "policy")
+        activated = {
+            **world.config("again"),
+            "alora_invocation_tokens": PROMPT[:2],
+            "task_type": "CAUSAL_LM",
+        }
+
+        with pytest.raises(ValueError, match="'policy' may change weights, but not"):
+            engine.update_lora("policy", world.tensors("again"), peft_config=activated)
+        answered(world, engine, {0: "policy"}, r=old)
 
     def test_a_rank_above_the_highest_and_a_lower_one_is_served(self, world):
         engine = world.engine(max_lora_rank=8)
