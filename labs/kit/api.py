@@ -6,7 +6,7 @@ names and what our code for it uses. Of a blank page it is what the contract nam
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from labs.kit.regions import Exercise, Function, find_regions
 Definition = Function | ast.ClassDef
 _QUOTED = re.compile(r"`([^`]+)`")
 _WORD = re.compile(r"\w+")
+_FORWARDED = re.compile(r"""(\w+) = property\(attrgetter\('\w+\.\1'\)\)""")
 _ROW = re.compile(r"([`\w][\w`, .()]*?) {2,}\S")  # of a table in a docstring
 
 
@@ -56,6 +57,7 @@ def page_of(exercise: Exercise) -> tuple[dict[str, str], list[Entry]]:
         and (isinstance(node, Function) or (exercise.module, node.name) in types)
         and (text := shown(node, names, asked))
     ]
+    found = {(exercise.module, node.name) for node in tree.body if isinstance(node, ast.ClassDef)}
     for module, name in dict.fromkeys(imported(tree)):
         node = table_of(module).get(name)  # anything else, such as a constant, is no entry
         is_asked_for = isinstance(node, Function) or (
@@ -63,7 +65,40 @@ def page_of(exercise: Exercise) -> tuple[dict[str, str], list[Entry]]:
         )
         if is_asked_for and (text := shown(node, names)):
             entries.append(Entry(module, text))
+            found.add((module, name))
+    for module, name in inherited(found):
+        if (module, name) not in found and (text := shown(table_of(module)[name], names)):
+            entries.append(Entry(module, text))
+    wanted = {member for home, name in found for member in forwarded(table_of(home).get(name)) & names}
+    for module, name in sorted(types - found):
+        node = table_of(module)[name]
+        own = wanted & (
+            {child.name for child in node.body if isinstance(child, Function)}
+            | set(re.findall(r"^(\w+) {2,}", ast.get_docstring(node) or "", re.MULTILINE))
+        )
+        if own and not any(entry.text.startswith(f"class {name}") for entry in entries):
+            entries.append(Entry(module, shown(node, own)))
     return recipes, entries
+
+
+def forwarded(node: ast.stmt | str | None) -> set[str]:
+    """Names of a class's that are those of something it holds: `tell = property(attrgetter("tiers.tell"))`."""
+    lines = [ast.unparse(child) for child in getattr(node, "body", ()) if isinstance(child, ast.Assign)]
+    return {found[1] for line in lines if (found := _FORWARDED.fullmatch(line))}
+
+
+def inherited(classes: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The engine's classes that these derive from, by way of others, too; each once."""
+    todo, seen = list(classes), set(classes)
+    while todo:
+        home, _, node = resolved(*todo.pop(0))
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            for word in sorted(words_of(base)):
+                module, word, found = resolved(home, word)
+                if isinstance(found, ast.ClassDef) and (module, word) not in seen:
+                    seen.add((module, word))
+                    todo.append((module, word))
+                    yield module, word
 
 
 def reached(module: str, tree: ast.Module, asked: set[int], names: set[str]) -> set[tuple[str, str]]:

@@ -1,14 +1,18 @@
 """`lab api`: signatures and docstrings of what an exercise may use, that and no more, and no answer."""
 
 import ast
+import re
 from functools import cache
 
 import pytest
 
 from labs.kit.api import page_of
-from labs.kit.regions import Function, read_engine
+from labs.kit.path import track_of
+from labs.kit.regions import ROOT, Function, read_engine
 
 EXERCISES = read_engine()
+# Its text gives the shapes; the model is of any architecture, so no annotation leads there.
+NOT_SHOWN = {"7.3": ["compute_logits"]}
 
 
 @cache
@@ -56,6 +60,43 @@ def test_what_our_code_takes_of_other_modules_is_there(number):
     }
 
     assert [name for name in imported & called if name not in page] == []
+
+
+@pytest.mark.parametrize("number", [n for n, e in EXERCISES.items() if track_of(e) == "core"])
+def test_what_its_text_names_of_the_engine_is_on_its_page(number):
+    """What stands in backticks under "To use" and in docstrings, and is a function, class or field of the engine.
+
+    What is asked for is not on the page, and neither are its own arguments. `kv_cache.block_size` names `block_size`.
+    """
+    exercise, page = EXERCISES[number], text_of(number)
+    nodes = [
+        node for node in ast.walk(ast.parse(exercise.code())) if isinstance(node, Function | ast.ClassDef)
+    ]
+    own = {node.name for node in nodes}
+    own |= {arg.arg for node in nodes for arg in ast.walk(node) if isinstance(arg, ast.arg)}
+    uses, _ = page_of(exercise)
+    texts = (
+        uses.values() if exercise.is_blank else [*uses.values(), *(ast.get_docstring(n) or "" for n in nodes)]
+    )
+    quoted = " ".join(part for text in texts for part in re.findall(r"`([^`]+)`", text))
+    names = set(re.findall(r"\w+\b(?!\.)", re.sub(r"\([^()]*\)", "", quoted))) & names_of_the_engine()
+
+    assert [name for name in sorted(names - own) if not re.search(rf"\b{name}\b", page)] == NOT_SHOWN.get(
+        number, []
+    )
+
+
+@cache
+def names_of_the_engine():
+    """What it defines: functions, classes and annotated fields."""
+    found = set()
+    for path in (ROOT / "minivllm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, Function | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.AnnAssign):
+                found |= set(re.findall(r"\w+$", ast.unparse(node.target)))
+    return found
 
 
 def test_a_page_is_no_longer_than_what_is_needed():
