@@ -122,7 +122,7 @@ class LoRAModel:
     ) -> "LoRAModel":
         """From an adapter folder; `expected_lora_modules` are the names (or ends of names) the model has.
 
-        None: whoever takes the adapter looks whether it fits, as an engine's `WrappedModules.judge` does.
+        None: the caller checks later whether the adapter fits, as an engine's `WrappedModules.judge` does.
 
         With `shapes_only` the weights are not read: enough to check an adapter, not to serve it. A file of more than
         `most_tensors` is refused before any of them is looked at.

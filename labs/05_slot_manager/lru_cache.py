@@ -11,8 +11,8 @@ V = TypeVar("V")
 class LRUCache(OrderedDict[int, V]):
     """At most `capacity` values by key, the least recently used first. vLLM: `LRUCache`.
 
-    `put` and `touch` are uses; looking is none. vLLM's has pins; here whoever makes room says who must stay. There, a
-    callback runs when an entry leaves; here, `remove_oldest` returns what it removed.
+    `put` and `touch` count as uses, and looking does not. vLLM's has pins; here the caller that makes room says which
+    keys must stay. There, a callback runs when an entry leaves; here, `remove_oldest` returns what it removed.
 
     version   an object that is replaced by a new one at every change, one of the order too: while it is the same
               object, nothing has changed

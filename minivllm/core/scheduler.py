@@ -27,7 +27,7 @@ class Scheduler:
     followers   request id -> requests that are in neither queue until that one has computed the prompt they share
 
     adapter_identity    see `KVCacheManager`
-    pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
+    pinned_adapters     ids of the adapters whose slots are pinned, kept by the engine
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     why_wait            (a waiting request) -> why it may not join even if there is room: its adapter is about to get
                         other weights, say. None = nothing holds it back
@@ -181,7 +181,7 @@ class Scheduler:
         return answered
 
     def _make_lora_room(self, output: SchedulerOutput) -> None:
-        """Preempt whoever must give up a slot; refuse whoever can never have one."""
+        """Preempt requests whose adapter must give up its slot; refuse those whose adapter can never have one."""
         self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters)
         passed_over = self.waiting.longest_wait_first()
         output.preempted_adapters = self.lora.make_room(
@@ -299,7 +299,7 @@ class Scheduler:
         return most - output.total_num_scheduled_tokens
 
     def _full(self, output: SchedulerOutput) -> str | None:
-        """Why nobody more can join this step, whoever it is."""
+        """Why no other request can join this step, whatever its adapter; None if one can."""
         if len(self.running) >= self.scheduler_config.max_num_seqs:
             return "max_num_seqs"
         return None if self._budget_left(output) else "token budget"
@@ -365,7 +365,7 @@ def is_full(scheduler: Scheduler, output: SchedulerOutput) -> bool:
 
 
 def first_come_first_served(scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
-    """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
+    """Waiting requests, those left out whose answer is known: a step costs what it admits, however many wait.
 
     First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free.
     With none free it is those that have one. The others follow by arrival. In each adapter the oldest is first.

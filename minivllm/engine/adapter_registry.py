@@ -1,7 +1,7 @@
 """The records of adapters: who owns which id and name, and what is asked of adapters while requests run.
 
 Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only, and for
-`pin_lora` of vllm/v1/worker/gpu_worker.py, which never waits. There changes are made at once, whoever is in flight.
+`pin_lora` of vllm/v1/worker/gpu_worker.py, which never waits. There changes are made at once, whatever is in flight.
 """
 
 import logging
@@ -338,9 +338,9 @@ class AdapterRegistry:
         it is read, versions before it are of no use any more (`_note_read`).
 
         After any error (`recoverable`) the worker still has the old weights. The error is kept in `failures` for the
-        requests of this generation. The adapter's own is then at least the one after it: whoever comes next does not
-        share their fate. The record goes back to the version before the reload (`_go_back`), or it would name a folder
-        that was never read.
+        requests of this generation. The adapter's own is then at least the one after it, so that requests that come
+        later do not end with this error. The record goes back to the version before the reload (`_go_back`), or it
+        would name a folder that was never read.
         """
         if adapter.id not in self.manager.list_adapters():
             return

@@ -251,7 +251,7 @@ class EngineCore:
     def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
         """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any.
 
-        Whoever ran before has its adapter in memory. So a step that admits nobody, with nothing pinned, reads nothing.
+        A request that ran before has its adapter in memory, so a step that admits none, with none pinned, reads none.
         """
         if self.adapters is None or not (scheduled.cached_tokens or self.adapters.pinned):
             return False

@@ -180,12 +180,12 @@ class WrappedModules:
         lora.is_accepted = True
 
     def write(self, lora: LoRAModel, slot: int) -> None:
-        """Copy an adapter that was accepted into one slot, which then has nothing of whoever was there before.
+        """Copy an adapter that was accepted into one slot, which then has nothing of the adapter before it.
 
         By hand: slot 0 has q and o of adapter 1, and adapter 2, which trained q alone, is written there. A row of
         adapter 2 gets adapter 2 in q, and the base model in o.
 
-        Whatever stops the copy on its way, Ctrl-C included, is raised on, with the slot left empty in every layer.
+        If an error stops the copy on its way, Ctrl-C included, the slot is emptied in every layer before it is raised.
         """
         try:
             for name, module in self.modules.items():
