@@ -54,12 +54,14 @@ class Fault:
 
     what   the mistake, in a sentence
     lets   of a variant: what users would see, in words that follow "an engine where"
+    means  of a sound engine: what a test that fails there asks for, and why no incident promises it
     """
 
     name: str
     what: str
     edits: list[Edit]
     lets: str = ""
+    means: str = ""
 
     def texts(self) -> dict[str, str]:
         """Every module that it changes, with the mistake in it. LabError where an edit does not fit the engine."""
@@ -87,6 +89,11 @@ class Fault:
             module: Source(f"{engine_file(module)} [hunt]", _MARKERS.sub("", text))
             for module, text in self.texts().items()
         }
+
+
+def _form(prefix: str, table: dict[str, Any]) -> Fault:
+    edits = [Edit(e["module"], e["old"], e["new"]) for e in table.get("edit") or [table]]
+    return Fault(prefix + table["name"], table["what"], edits, table.get("lets", ""), table.get("means", ""))
 
 
 @dataclass(frozen=True)
@@ -143,15 +150,13 @@ class Hunt:
         return self._forms("right")
 
     def _forms(self, kind: str) -> list[Fault]:
-        return [
-            Fault(
-                f"{self.number} {table['name']}",
-                table["what"],
-                [Edit(e["module"], e["old"], e["new"]) for e in table.get("edit") or [table]],
-                table.get("lets", ""),
-            )
-            for table in self._sealed.get(kind, [])
-        ]
+        return [_form(f"{self.number} ", table) for table in self._sealed.get(kind, [])]
+
+    @cached_property
+    def sound_engines(self) -> list[Fault]:
+        """As `right_forms`, of the engines in `sound.toml`, on which tests of nearly all hunts pass."""
+        tables = tomllib.loads((self.folder / "sound.toml").read_text(encoding="utf-8"))["engine"]
+        return [_form("", table) for table in tables if self.id not in table["but_for"]]
 
     @property
     def kin(self) -> list[int]:

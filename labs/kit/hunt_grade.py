@@ -17,13 +17,14 @@ from labs.kit.overlay import Source, compile_source, engine_file
 from labs.kit.regions import ROOT, LabError
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
-SOUND, BROKEN, VARIANT, OTHER, FIX, OTHERWISE = (
+SOUND, BROKEN, VARIANT, OTHER, FIX, OTHERWISE, TOO_STRONG = (
     "the sound engine",
     "the broken engine",
     "an engine where ",  # and what users would see there
     "another fault",
     "your fix",
     "a sound engine that is written otherwise",
+    "a sound engine which ",  # and what it does otherwise; what a test that fails there asks for
 )
 TOO_WEAK = "your test passes on the broken engine, and must fail there"
 DOES_NOT_END = "a call hangs, or computes for too long, that ends on the sound engine"
@@ -68,7 +69,7 @@ def grade_hunt(hunt: Hunt, is_right: bool = False, solved: Collection[str] = ())
 def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str], float]:
     """What is wrong with a test for a hunt, and the seconds that it took to find out.
 
-    It passes on the sound engine, and where that is written otherwise. It fails on the broken one and its variants. It
+    It passes on the sound engine, and on others that are as sound. It fails on the broken one and its variants. It
     passes with other faults.
     limit   seconds that it may compute on one engine
     """
@@ -85,12 +86,22 @@ def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str
         return problems, seconds
     jobs = [_job(VARIANT + fault.lets, fault.sources(), path) for fault in hunt.faults[1:]]
     jobs += [_job(OTHERWISE, form.sources(), path) for form in hunt.right_forms]
+    jobs += jobs_on_sound_engines(hunt, path)
     for other in read_hunts().values():
         if other.id != hunt.id and other.id not in hunt.kin:
             with suppress(LabError):  # somebody has edited our code where this fault would be
                 jobs.append(_job(f"{OTHER} (hunt {other.id})", other.broken(), path))
     problems, more = _judge(jobs, limit)
     return problems, seconds + more
+
+
+def jobs_on_sound_engines(hunt: Hunt, path: Path) -> list[Job]:
+    """A test on the engines of `sound.toml`, as far as nobody has edited our code where they differ from it."""
+    jobs = []
+    for form in hunt.sound_engines:
+        with suppress(LabError):
+            jobs.append(_job(f"{TOO_STRONG}{form.lets}; {form.means}", form.sources(), path))
+    return jobs
 
 
 def advice_on_weakness(hunt: Hunt, path: Path, limit: float | None) -> str:
@@ -170,6 +181,9 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
         name = failed[0].test.partition("::")[2]  # with its class, whose name is the subject of the test's
         if engine == FIX and failed[0].test.partition("::")[0].startswith("tests/"):
             return f"with your fix it does not hold that {promise_of(name)} ({name}): {failed[0].message}"
+        if engine.startswith(TOO_STRONG):
+            which, _, means = engine.partition("; ")
+            return f"{name} is too strong: {means}. It fails on {which}: {failed[0].message}"
         return f"{name} fails on {engine}, and must pass there: {failed[0].message}"
     return None if outcome.of("passed") else f"on {engine} no test ran"
 

@@ -80,7 +80,7 @@ def test_a_hunt_has_a_post_mortem(hunt):
 def test_every_form_of_a_fault_fits_the_engine_and_changes_it(hunt):
     names = [fault.name for fault in hunt.faults]
 
-    for fault in [*hunt.faults, *hunt.right_forms]:
+    for fault in [*hunt.faults, *hunt.right_forms, *hunt.sound_engines]:
         for module, source in fault.sources().items():
             assert source.text != engine_file(module).read_text(), fault.name
         assert fault.what.endswith(".")
@@ -558,6 +558,74 @@ def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
         )
     )
     assert {number for number, hunt in HUNTS.items() if hunt.right_forms} == set(inner)
+
+
+# Each is right but for its last line, which no incident promises.
+TOO_STRONG = {
+    "8.16": (
+        "from tests.worlds.hunts import PROMPT, greedy\n"
+        "    engine = world.engine(max_loras=2)\n"
+        "    for lora in (world.adapter(1), world.adapter(2), None):\n"
+        "        engine.add_request(str(lora and lora.lora_int_id), PROMPT, greedy(4), lora_request=lora)\n"
+        "    assert len(engine.step()) == 3\n"
+        "    assert engine.get_metrics()['lora']['loads'] == 2\n",
+        "it counts reads, and users of both engines get the same answers. It fails on a sound engine which reads an "
+        "adapter's files twice when it loads it: ",
+    ),
+    "8.21": (
+        "import pytest\n"
+        "    engine = world.engine(max_loras=2)\n"
+        "    for adapter_id in (1, 2):\n"
+        "        world.ask(engine, world.adapter(adapter_id))\n"
+        "    with pytest.raises((ValueError, KeyError, AttributeError)):\n"
+        "        engine.adapters.manager.activate_adapter(9)\n"
+        "    assert engine.debug_info()['slots'] == [1, 2]\n",
+        "it says which slot is whose, and any slot is as good as another. It fails on a sound engine which gives an "
+        "adapter the highest free slot, where ours gives the lowest: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", TOO_STRONG)
+def test_a_test_that_is_too_strong_is_told_what_it_asks_for_beyond_the_incident(checkout, number):
+    body, why = TOO_STRONG[number]
+    path = checkout.root / f"test_strong_{number[2:]}.py"
+    path.write_text(f'pytest_plugins = "tests.worlds.hunts"\n\n\ndef test_strong(world):\n    {body}')
+
+    said = on_sound_engines(checkout, {number: path})
+
+    [problem] = [line for line in said if line != f"{number} None"]
+    assert problem.startswith(f"{number} test_strong is too strong: {why}")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [["8.2", "8.15", "8.16", "8.21"], pytest.param(list(HUNTS), marks=pytest.mark.nightly)],
+    ids=["some", "all"],
+)
+def test_our_tests_ask_for_no_more_than_all_sound_engines_keep(checkout, numbers):
+    said = on_sound_engines(checkout, {number: reference(HUNTS[number]) for number in numbers})
+
+    assert sorted(said) == sorted(f"{number} None" for number in numbers for _ in HUNTS[number].sound_engines)
+    assert [e.name for e in HUNTS["8.15"].sound_engines] == ["from the highest slot down"]
+    assert len(HUNTS["8.16"].sound_engines) == 2
+
+
+def on_sound_engines(checkout, files):
+    """What is said of tests on the engines that are sound and written otherwise: a line for each.   files: by hunt"""
+    code = (
+        "from pathlib import Path\n"
+        "from labs.kit.forks import run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import jobs_on_sound_engines, problem_of\n"
+        "jobs = []\n"
+        f"for number, path in {[(number, str(path)) for number, path in files.items()]}:\n"
+        "    jobs += [(number, job) for job in jobs_on_sound_engines(read_hunts()[number], Path(path))]\n"
+        "for job, outcome in run([job for _, job in jobs]):\n"
+        "    number = next(number for number, one in jobs if one is job)\n"
+        "    print(number, str(problem_of(job.key, outcome)).replace('\\n', ' '))\n"
+    )
+    return ask(checkout, code)
 
 
 WRONG = {
