@@ -121,6 +121,24 @@ def test_a_given_number_of_slots_is_so_many_rows_of_the_table_with_pages_for_all
     assert_books_agree(engine)
 
 
+def test_pins_leave_pages_for_an_adapter_of_the_largest_rank(world):
+    """Three slots and few KV blocks are seven pages, of which each of these adapters has two."""
+    engine = elastic_engine(world, max_loras=3, num_kv_blocks=20)
+    ids = [world.names.index(name) + 1 for name in ("rank-16-1", "rank-16-7", "rank-9-3")]
+    for adapter_id in ids:
+        engine.add_lora(world.request(world.names[adapter_id - 1]))
+    for adapter_id in ids[:2]:
+        engine.pin_lora(adapter_id)
+
+    with pytest.raises(RuntimeError, match="6 of 7 pages would be pinned"):
+        engine.pin_lora(ids[2])
+
+    requests = [("largest", "rank-12-5", 4, 2)]
+    add(engine, world, requests)
+    assert_right(world, run(engine), requests)
+    assert engine.adapters.manager.pinned_adapters == set(ids[:2])
+
+
 @pytest.mark.nightly_without_gpu
 def test_more_adapters_than_pages_take_turns_and_all_are_right(world):
     engine = elastic_engine(world, max_lora_wait_steps=3, **small_memory(world, pages=18, blocks=60))

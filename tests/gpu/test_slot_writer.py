@@ -191,6 +191,19 @@ class TestPrefetch:
 
         assert manager.lora_index_to_id == [1]
 
+    def test_of_an_adapter_that_cannot_be_copied_leaves_the_running_step_alone(self, monkeypatch):
+        manager = make_manager(slots=1)
+        manager.add_adapter(make_adapter(1))
+
+        def fail(adapter, slot):
+            raise RuntimeError("no copy")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "write_slot", fail)
+            runner_of(manager).prefetch_lora(1)
+
+        assert runner_of(manager).can_prefetch_lora(1), "so the step that needs it tries again, and tells"
+
     def test_is_for_adapters_in_memory_alone(self):
         assert not runner_of(make_manager()).can_prefetch_lora(1)
 

@@ -422,6 +422,18 @@ class TestPickles:
         assert_refused(file.parent, PICKLE, "damaged or holds more", shapes_only=shapes_only)
 
     @both_ways
+    def test_that_are_compressed_are_refused_however_little_there_is_to_unpack(self, shapes_only, file):
+        torch.save(good_tensors(), file)
+        with zipfile.ZipFile(file) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in records.items():
+                archive.writestr(name, data, zipfile.ZIP_DEFLATED)
+            archive.writestr("adapter_model/padding", bytes(2**16))  # the file is longer than all its records
+
+        assert_refused(file.parent, PICKLE, "damaged or holds more", shapes_only=shapes_only)
+
+    @both_ways
     @pytest.mark.parametrize(
         "operations",
         [
