@@ -162,7 +162,6 @@ class PackedLoRALayerWeights:
 
         To use: `module_name`, `rank`, `scaling`, `beside` and `optimize` of a part (lora_weights.py), `from_parts`.
         """
-        # Objects of our own over the same tensors; `optimize` gives them another B and leaves the parts theirs.
         raise Todo("lab 1.5: pack the parts of a fused module")
 
     # endregion

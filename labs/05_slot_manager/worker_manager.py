@@ -13,6 +13,7 @@ from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
+from minivllm.lora.plain_loading import keep_only
 from minivllm.lora.request import LoRARequest
 
 
@@ -189,20 +190,7 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
     _manager_cls = LoRAModelManager
 
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
-        """Load first, forget second: a bad adapter costs no good one its place."""
-        wanted = self._distinct(requests)
-        loaded = []
-        for adapter_id in wanted.keys() - self.list_adapters():
-            with blamed_on(adapter_id):
-                loaded.append(self._load(wanted[adapter_id]))
-        for adapter_id in self.list_adapters() - wanted.keys():
-            self.remove_adapter(adapter_id)
-        for lora in loaded:
-            self.manager.add_adapter(lora)
-        # vLLM goes through a set, too, and its tests know the order: adapters 6, 7, 8 get slots 1, 2, 0.
-        for adapter_id in set(wanted):
-            with blamed_on(adapter_id):
-                self.manager.activate_adapter(adapter_id)
+        keep_only(self.manager, self._distinct(requests), self._load)
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:
         """Load and activate. False if it was there already."""

@@ -1,10 +1,11 @@
 """`lab sync`: what it writes, and whose work it leaves alone."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
-from labs.kit.regions import LabError
+from labs.kit.regions import LabError, read_engine
 from labs.kit.sync import sha256, sync
 
 ENGINE = '''"""A module."""
@@ -151,3 +152,16 @@ def test_nothing_is_written_when_anything_is_wrong(checkout):
         sync(checkout)
 
     assert "return 1" in (checkout / "solutions/03_cpu_punica/README.md").read_text()
+
+
+def test_no_comment_of_an_answer_is_left_above_a_stub():
+    """What a comment above the first statement says is about a body that a stub has replaced."""
+    starters = {exercise.module: exercise.fresh for exercise in read_engine().values()}
+    found = [
+        f"{module}: {above.strip()}"
+        for module, text in starters.items()
+        for above, line in pairwise(text.split("\n"))
+        if line.strip().startswith("raise Todo(") and above.strip().startswith("#")
+    ]
+
+    assert found == []
