@@ -8,10 +8,12 @@ import os
 import pickle
 import random
 import struct
+import threading
 
 import pytest
 import torch
 
+from minivllm.lora.weights_files import reading
 from tests.worlds.adapter_folders import (
     DOWN,
     MODEL_MODULES,
@@ -93,6 +95,21 @@ class TestFilesThatAreNotThere:
             path.symlink_to(name if kind == "loop" else "nowhere")
 
         assert_refused(folder, folder, name, error=FileNotFoundError)
+
+    def test_a_pipe_that_comes_between_the_look_and_the_reading_is_not_waited_for(self, tmp_path):
+        os.mkfifo(tmp_path / WEIGHTS)
+        raised = []
+
+        def read():
+            with pytest.raises(ValueError, match="no plain file") as error, reading(tmp_path / WEIGHTS):
+                pass
+            raised.append(error)
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(10)
+
+        assert raised
 
     def test_a_folder_that_is_a_loop_of_links(self, tmp_path):
         (tmp_path / "loop").symlink_to("loop")

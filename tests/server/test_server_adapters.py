@@ -150,6 +150,16 @@ def test_a_name_leads_to_no_file_outside_of_the_root(http, world, root):
     assert "--lora-root" in response.json()["error"]["message"]
 
 
+def test_a_folder_beside_the_root_is_not_below_it_for_how_its_name_begins(http, root):
+    beside = shutil.copytree(root / "mlp", root.with_name(root.name + "-of-others"))
+    (root / "link").symlink_to(beside)
+
+    response = order(http, "load", "link", "link")
+
+    assert response.status_code == 400
+    assert "--lora-root" in response.json()["error"]["message"]
+
+
 # Each of these once led to the folder of `mlp`, or might tell that it does.
 OTHER_NAMES = [
     "../root/mlp",
