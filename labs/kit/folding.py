@@ -2,10 +2,12 @@
 
 import ast
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 
 from labs.kit.regions import Function
 
 FOLDED = '"""..."""'
+SIGN = "> "
 ALIKE = "...  # the same in both"
 DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -22,6 +24,25 @@ def beside(yours: str, ours: str) -> tuple[str, str]:
     mine, theirs = (dict(_functions(tree)) for tree in trees)
     alike = {name for name in mine.keys() & theirs.keys() if _meaning(mine[name]) == _meaning(theirs[name])}
     return _folded(yours, trees[0], mine, alike), _folded(ours, trees[1], theirs, alike)
+
+
+def differing(yours: str, ours: str) -> tuple[set[int], set[int]]:
+    """The lines of each, from 1, that the other has not; of empty lines none."""
+    texts = yours.split("\n"), ours.split("\n")
+    stripped = [[line.strip() for line in lines] for lines in texts]
+    found: tuple[set[int], set[int]] = (set(), set())
+    for kind, *spans in SequenceMatcher(None, *stripped, autojunk=False).get_opcodes():
+        for marked, lines, (first, last) in zip(found, stripped, (spans[:2], spans[2:])):
+            marked |= {n + 1 for n in range(first, last) if kind != "equal" and lines[n]}
+    return found
+
+
+def signed(text: str, marked: set[int]) -> str:
+    """Its lines, those that are marked with a sign before them."""
+    return "\n".join(
+        f"{SIGN if number in marked else '  '}{line}".rstrip()
+        for number, line in enumerate(text.split("\n"), 1)
+    )
 
 
 def _functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Function]]:

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from labs.kit.folding import beside
+from labs.kit.folding import beside, differing, signed
 from labs.kit.regions import read_engine
 from labs.kit.variants import with_variant
 
@@ -36,6 +36,16 @@ def test_docstrings_are_folded_and_functions_that_do_the_same_are_named_in_a_lin
     assert "def first(self, key):\n        ...  # the same in both\n" in ours
     assert "        return self.rows.get(key)\n" in yours
     assert "        return self.rows[-key]  # a reason\n" in ours
+
+
+def test_lines_that_the_other_has_not_have_a_sign():
+    yours, ours = "def f(a):\n    b = 2\n\n    return b\n", "def f(a):\n    return a\n"
+
+    marks = differing(yours, ours)
+
+    assert marks == ({2, 4}, {2})
+    assert signed(yours, marks[0]) == "  def f(a):\n>     b = 2\n\n>     return b\n"
+    assert signed(ours, marks[1]) == "  def f(a):\n>     return a\n"
 
 
 def test_a_signature_that_differs_is_shown_with_its_body():

@@ -11,7 +11,7 @@ from rich.table import Table
 from labs.kit.api import contract, page_of
 from labs.kit.commands import hunts
 from labs.kit.commands.shared import Number, choose, choose_one, console, only_hunt
-from labs.kit.folding import beside
+from labs.kit.folding import beside, differing, signed
 from labs.kit.hints import hints_of
 from labs.kit.hunt import choose_hunts, is_hunt, read_hunts
 from labs.kit.overlay import starters
@@ -82,7 +82,7 @@ def api(number: Annotated[str, typer.Argument(help="An exercise, such as 3.2; a 
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
 ) -> None:
-    """Your code beside ours: what differs, with docstrings folded."""
+    """Your code beside ours: a sign before each line that differs, docstrings folded."""
     if is_hunt(number):
         raise LabError(f"`lab hunt {only_hunt(number).id} --spoil` shows what was broken")
     exercise = choose_one(number)
@@ -91,7 +91,7 @@ def diff(
             f"lab {number} has not passed as it is now; `lab check {number}`, or --spoil to see ours"
         )
     codes = beside(learners_code(exercise), exercise.code())
-    yours, ours = (Syntax(code, "python", theme="ansi_dark", word_wrap=True) for code in codes)
+    yours, ours = (with_marks(code, marked) for code, marked in zip(codes, differing(*codes)))
     if codes[0] == codes[1]:
         console.print("yours is ours, but for docstrings, comments and layout")
     elif console.width >= 160:
@@ -101,6 +101,14 @@ def diff(
     else:
         Console().print("[bold]yours[/]", yours, "[bold]ours[/]", ours)
     console.print(f"[dim]why it is so: solutions/{exercise.phase}/README.md[/]")
+
+
+def with_marks(code: str, marked: set[int]) -> Syntax:
+    """Code in colours. A marked line has a sign before it, and another colour where the terminal has any."""
+    syntax = Syntax(signed(code, marked), "python", theme="ansi_dark", word_wrap=True)
+    for line in marked:
+        syntax.stylize_range("bold yellow", (line, 0), (line + 1, 0))
+    return syntax
 
 
 def reset_command(
