@@ -162,11 +162,8 @@ class PackedLoRALayerWeights:
         the second of them None, and rank 8; 200 numbers are new.
         To work out: somebody computes scaling·B·A of q between the two assignments in `optimize`. What is it then?
         """
-        parts = [
-            # An object of our own over the same tensors: `optimize` gives it another B and leaves the part its own.
-            lora and replace(lora, beside=dict(lora.beside)).optimize()
-            for lora in loras
-        ]
+        parts = [lora and replace(lora, beside=dict(lora.beside)).optimize() for lora in loras]
+        # They are objects of our own over the same tensors; `optimize` gave them another B and left the loras theirs.
         present = [part for part in parts if part is not None]
         rank = max(part.rank for part in present)
         return cls.from_parts(present[0].module_name, rank, parts)
