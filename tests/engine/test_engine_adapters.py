@@ -218,6 +218,16 @@ def test_debug_info_has_one_state_for_each_adapter(world, folder):
 
 
 class TestPin:
+    def test_ends_with_the_adapter(self, world):
+        engine = world.engine()
+        engine.add_lora(world.request("qv"))
+        engine.pin_lora(1)
+        engine.remove_lora(1)
+
+        engine.add_request("after", [5, 6, 7], greedy(3), lora_request=world.request("all"))
+
+        assert tokens_of(run(engine)["after"]) == world.oracle().greedy("all", [5, 6, 7], 3)
+
     @pytest.mark.parametrize("memory", [4, 2], ids=["a slot is lacking", "room in memory is, too"])
     def test_of_a_third_adapter_while_two_run_takes_the_next_slot_there_is(self, world, memory):
         engine = world.engine(max_loras=2, max_cpu_loras=memory)
