@@ -30,8 +30,9 @@ def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
         keep(yours, phase)
     FOLDER.mkdir(exist_ok=True)
     text = ours.read_text(encoding="utf-8")
-    # The copy lies one folder higher.
-    text = text.replace("](../../", "](../").replace("](README.md", f"](../phases/{phase}/README.md")
+    text = text.replace("](../../", "](../")  # the copy lies one folder higher
+    for page in ("README.md", "in_vllm.md"):
+        text = text.replace(f"]({page}", f"](../phases/{phase}/{page}")
     yours.write_text(without_outputs(text), encoding="utf-8")
     return yours, True
 
