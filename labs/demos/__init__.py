@@ -8,12 +8,8 @@ are the learner's where that is in place. `python -m labs.demos 2.2` prints thos
 import importlib
 from collections.abc import Callable, Iterator
 
-PICTURES = (
-    "3",
-    "4",
-    "5",
-    "6",
-)  # phases that have a demo of their own; the engine of phase 7 has `minivllm demo`
+# Phases that have a demo of their own; the engine of phase 7 has `minivllm demo`.
+PICTURES = ("3", "4", "5", "6")
 
 
 def demo_of(number: str) -> Callable[[], Iterator[str]]:

@@ -13,11 +13,8 @@ UNIT = "of what it costs to publish each third version"
 BUDGET = 0.97
 
 VERSIONS, MOST_BEHIND = 400, 6
-STEP, PREFILL, SWAP = (
-    12.0,
-    0.05,
-    15.0,
-)  # ms: a step, a token that is computed anew, new weights into their slot
+# ms: a step, a token that is computed anew, new weights into their slot
+STEP, PREFILL, SWAP = 12.0, 0.05, 15.0
 STALE = 200.0  # ms that an answer may take longer, for each version that it is fresher
 BATCH = 24  # requests that run at a time
 
