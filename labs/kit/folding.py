@@ -22,7 +22,7 @@ def beside(yours: str, ours: str) -> tuple[str, str]:
     except SyntaxError:
         return yours, ours
     mine, theirs = (dict(_functions(tree)) for tree in trees)
-    alike = {name for name in mine.keys() & theirs.keys() if _meaning(mine[name]) == _meaning(theirs[name])}
+    alike = {name for name in mine.keys() & theirs.keys() if meaning(mine[name]) == meaning(theirs[name])}
     return _folded(yours, trees[0], mine, alike), _folded(ours, trees[1], theirs, alike)
 
 
@@ -54,13 +54,13 @@ def _functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Function]]
             yield from _functions(child, f"{owner}{child.name}.")
 
 
-def _meaning(function: Function) -> str:
+def meaning(statement: ast.stmt) -> str:
     """What it is to Python: without docstrings, comments and layout."""
-    function = ast.parse(ast.unparse(function)).body[0]
-    for node in ast.walk(function):
+    copied = ast.parse(ast.unparse(statement)).body[0]
+    for node in ast.walk(copied):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.dump(function)
+    return ast.dump(copied)
 
 
 def _folded(text: str, tree: ast.Module, functions: dict[str, Function], alike: set[str]) -> str:

@@ -8,13 +8,13 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from labs.kit.folding import meaning
 from labs.kit.overlay import read
 from labs.kit.progress import keep, shown
 from labs.kit.regions import ROOT, Exercise, find_regions, splice
 
 MOST = 3  # differences of a file that are named
 CONTAINERS = ast.ClassDef | ast.If
-DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Difference(NamedTuple):
@@ -88,7 +88,7 @@ def _differences(ours: ast.AST, theirs: ast.AST, owner: str = "") -> Iterator[Di
     for name, node in _named(ours).items():
         other = have.get(name)
         if other is None or not isinstance(node, CONTAINERS):
-            if other is None or _meaning(node) != _meaning(other):
+            if other is None or meaning(node) != meaning(other):
                 yield Difference(owner + name, node, other, before, theirs)
         else:
             if _head(node) != _head(other):
@@ -133,15 +133,6 @@ def _import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.Impor
     if isinstance(node, ast.Import):
         return ast.Import([alias])
     return ast.ImportFrom(node.module, [alias], node.level)
-
-
-def _meaning(node: ast.stmt) -> str:
-    """What a statement is to Python: without docstrings, comments and layout."""
-    copied = ast.parse(ast.unparse(node))
-    for one in ast.walk(copied):
-        if isinstance(one, DOCUMENTED) and ast.get_docstring(one) is not None:
-            one.body = one.body[1:]
-    return ast.dump(copied)
 
 
 def _head(node: ast.ClassDef | ast.If) -> str:

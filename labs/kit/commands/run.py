@@ -74,10 +74,8 @@ def show_demo(number: str, selection: str | None = None) -> int:
 
     selection   what is the learner's, as MINIVLLM_LABS takes it; None: the exercise of that number
     """
-    program, selection = (
-        [sys.executable, "-m", "labs.demos", number],
-        number if selection is None else selection,
-    )
+    program = [sys.executable, "-m", "labs.demos", number]
+    selection = number if selection is None else selection
     ours = subprocess.Popen(program, env=environment(""), cwd=ROOT, text=True, stdout=subprocess.PIPE)
     yours = subprocess.run(program, env=environment(selection), cwd=ROOT, text=True, stdout=subprocess.PIPE)
     lines, expected = yours.stdout.splitlines(), ours.communicate()[0].splitlines()
