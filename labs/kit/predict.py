@@ -98,15 +98,8 @@ def compare(
     if better:
         _contest(unit, engine, yours, within, better)
         return
-    width = max(map(len, ["", *engine]))
-    print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
-    wrong = []
-    for case, right in engine.items():
-        said = yours.get(case)
-        if not _agrees(right, said, within):
-            wrong.append(case)
-        mark = "" if case not in wrong else "   <"
-        print(f"{case:{width}}  {_short(right):>14}  {_short(said):>14}{mark}")
+    wrong = [case for case, right in engine.items() if not _agrees(right, yours.get(case), within)]
+    _print_both(unit, engine, yours, dict.fromkeys(wrong, "<"))
     if not wrong:
         print(f"Yours agrees in all {len(engine)}.")
         return
@@ -122,23 +115,32 @@ def _contest(
     unit: str, engine: dict[str, float], yours: dict[str, float | None], within: float, better: str
 ) -> None:
     """As `compare`, of two that do the same work, one of them better."""
-    width = max(map(len, ["", *engine]))
-    print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
-    said = []
+    said = {}
     for case, theirs in engine.items():
         mine = yours.get(case)
         if mine is None:
-            said.append("missing")
+            said[case] = "missing"
         elif _agrees(theirs, mine, within):
-            said.append("level")
+            said[case] = "level"
         else:
-            said.append("ahead" if (mine > theirs) is (better == "more") else "behind")
-        print(f"{case:{width}}  {_short(theirs):>14}  {_short(mine):>14}   {said[-1]}")
-    if "missing" in said:
-        print(f"Yours says nothing of {list(engine)[said.index('missing')]} yet.")
+            said[case] = "ahead" if (mine > theirs) is (better == "more") else "behind"
+    _print_both(unit, engine, yours, said)
+    if missing := [case for case, word in said.items() if word == "missing"]:
+        print(f"Yours says nothing of {missing[0]} yet.")
         return
-    ahead, level, behind = map(said.count, ("ahead", "level", "behind"))
+    ahead, level, behind = map(list(said.values()).count, ("ahead", "level", "behind"))
     print(f"Yours is ahead in {ahead}, level in {level} and behind in {behind}: {better} is better.")
+
+
+def _print_both(
+    unit: str, engine: dict[str, object], yours: dict[str, object], marks: dict[str, str]
+) -> None:
+    """A line for each case.   marks: of some cases what ends their line"""
+    width = max(map(len, ["", *engine]))
+    print(f"{'':{width}}  {'the engine':>14}  {'yours':>14}   {unit}")
+    for case, right in engine.items():
+        line = f"{case:{width}}  {_short(right):>14}  {_short(yours.get(case)):>14}"
+        print(f"{line}   {marks[case]}" if case in marks else line)
 
 
 def _agrees(right: object, said: object, within: float) -> bool:
