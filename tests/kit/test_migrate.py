@@ -148,106 +148,66 @@ def test_an_answer_goes_where_its_exercise_is_now_under_todays_signature(lab):
     assert strays(lab.root) == []
 
 
-def test_an_old_starter_that_nobody_touched_is_removed(lab):
-    untouched = lab.read(OLD)
+@pytest.mark.parametrize("name", [OLD, STAYS], ids=["of a module that is gone", "of one that stays"])
+def test_an_old_starter_that_nobody_touched_is_replaced(lab, name):
+    untouched = lab.read(name)
     lab.update()
-    lab.write(OLD, untouched)
-
-    said = migrate(lab.root)
-
-    assert said == [f"{OLD} is removed: nobody had written in it"]
-    assert not (lab.root / OLD).exists()
-    assert not (lab.root / KEPT).exists()
-    assert CLEAR in lab.read(NEW)
-
-
-def test_of_a_file_with_both_the_untouched_exercise_stays_a_stub(lab):
-    lab.answer(OLD, (WRITE, "self.rows[index] = rows"))
-    lab.update()
-
-    said = migrate(lab.root)
-
-    assert f"{OLD}: lab 3.1 was not carried: there is no such exercise any more" in said
-    assert not any("3.2" in sentence for sentence in said)
-    assert CLEAR in lab.read(NEW)
-    assert "self.rows[index] = rows" in lab.read(KEPT)
-
-
-def test_a_body_does_not_go_under_other_arguments(lab):
-    lab.answer(OLD, ANSWER)
-    lab.update(clearing=CLEARING.replace("index:", "slot:"))
-    fresh = lab.read(NEW)
-
-    said = migrate(lab.root)
-
-    assert f"{OLD}: lab 3.2 was not carried: clear takes other arguments now" in said
-    assert lab.read(NEW) == fresh
-    assert lab.read(KEPT).startswith(
-        "# lab migrate: lab 3.2 was not carried: clear takes other arguments now\n"
-    )
-
-
-def test_a_function_that_is_new_is_nobodys_answer(lab):
-    lab.answer(OLD, ANSWER)
-    more = "    def count(self):\n        return 0\n\n\n# endregion"
-    lab.update(clearing=CLEARING.replace("# endregion", more))
-
-    said = migrate(lab.root)
-
-    assert f"{OLD}: lab 3.2 was not carried: count is not in it now" in said
-
-
-def test_a_second_time_nothing_changes(lab):
-    lab.answer(OLD, ANSWER, (WRITE, "pass"))
-    lab.answer(STAYS, (SHRINK, "return 2 * x"))
-    lab.update()
-    migrate(lab.root)
     files = lab.files()
+    lab.write(name, untouched)
 
     said = migrate(lab.root)
 
-    assert said == []
+    assert said == ([f"{OLD} is removed: nobody had written in it"] if name == OLD else [])
     assert lab.files() == files
 
 
-def test_an_answer_that_does_not_parse_is_kept_and_the_others_are_carried(lab):
-    lab.answer(OLD, (CLEAR, "self.rows[index] = ["))
+ELSEWHERE = CLEARING.replace("index:", "slot:")
+MORE = CLEARING.replace("# endregion", "    def count(self):\n        return 0\n\n\n# endregion")
+# What was written into the old file, what its exercise is today; what is said, and what today's file has.
+LEFT_BEHIND = {
+    "its exercise is gone": (
+        (WRITE, "self.rows[index] = rows"),
+        CLEARING,
+        "lab 3.1 was not carried: there is no such exercise any more",
+        CLEAR,
+    ),
+    "its arguments are others": (
+        ANSWER,
+        ELSEWHERE,
+        "lab 3.2 was not carried: clear takes other arguments now",
+        CLEAR,
+    ),
+    "a function is new": (ANSWER, MORE, "lab 3.2 was not carried: count is not in it now", CLEAR),
+    "it does not parse": (
+        (CLEAR, "self.rows[index] = ["),
+        CLEARING,
+        "lab 3.2 was not carried: it does not parse, invalid syntax",
+        CLEAR,
+    ),
+    "it is outside the regions": (
+        ("import os", "import math"),
+        CLEARING,
+        "it has changes outside its regions",
+        CLEAR,
+    ),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_BEHIND)
+def test_what_cannot_be_carried_is_kept_with_the_reason_and_the_other_answers_are_carried(lab, why):
+    written, clearing, reason, left = LEFT_BEHIND[why]
+    lab.answer(OLD, written)
     lab.answer(STAYS, (SHRINK, "return 2 * x"))
-    lab.update()
+    lab.update(clearing=clearing)
 
     said = migrate(lab.root)
 
-    assert f"{OLD}: lab 3.2 was not carried: it does not parse, invalid syntax" in said
-    assert "self.rows[index] = [\n" in lab.read(KEPT)
-    assert CLEAR in lab.read(NEW)
+    assert f"{OLD}: {reason}" in said
+    assert lab.read(KEPT).startswith(f"# lab migrate: {reason}\n") and written[1] in lab.read(KEPT)
+    assert left in lab.read(NEW)
     assert "return 2 * x" in lab.read(STAYS)
-
-
-def test_a_file_without_a_marker_waits_until_it_is_put_right(lab):
-    lab.answer(OLD, ANSWER)
-    lab.answer(OLD, ("    # endregion\n", ""))
-    lab.update()
     files = lab.files()
-
-    said = migrate(lab.root)
-
-    assert said == [
-        f"{OLD}:16: the region of lab 3.1 is still open here; put it right, then run `lab migrate` again"
-    ]
-    assert lab.files() == files
-
-
-def test_both_sides_of_a_merge_wait_until_they_are_put_right(lab):
-    lab.answer(STAYS, (SHRINK, f"<<<<<<< HEAD\n    return 2\n=======\n    {SHRINK}\n>>>>>>> theirs"))
-    lab.update()
-    files = lab.files()
-
-    said = migrate(lab.root)
-
-    assert said == [
-        f"{STAYS} holds both sides of a merge that git could not finish; put it right, then run `lab migrate` again"
-    ]
-    assert lab.files() == files
+    assert (migrate(lab.root), lab.files()) == ([], files), "a second time nothing changes"
 
 
 def test_an_answer_that_is_there_already_stays(lab):
@@ -263,52 +223,84 @@ def test_an_answer_that_is_there_already_stays(lab):
     assert "# mine" in lab.read(KEPT)
 
 
+BOTH_SIDES = f"<<<<<<< HEAD\n    return 2\n=======\n    {SHRINK}\n>>>>>>> theirs"
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "sentence"),
+    [
+        (OLD, ("    # endregion\n", ""), f"{OLD}:16: the region of lab 3.1 is still open here"),
+        (STAYS, (SHRINK, BOTH_SIDES), f"{STAYS} holds both sides of a merge that git could not finish"),
+    ],
+    ids=["a marker is gone", "a merge is not finished"],
+)
+def test_a_file_that_cannot_be_read_waits_until_it_is_put_right(lab, name, edit, sentence):
+    lab.answer(name, edit)
+    lab.update()
+    files = lab.files()
+
+    said = migrate(lab.root)
+
+    assert said == [f"{sentence}; put it right, then run `lab migrate` again"]
+    assert lab.files() == files
+
+
 def test_what_stands_beside_the_functions_of_a_region_goes_with_them(lab):
+    body = "# once\n    return math.sqrt(_doubled(x))\n    # at last"
     helper = "def _doubled(row):\n    return 2 * row\n"
-    lab.answer(STAYS, (SHRINK, "# once\n    return math.sqrt(_doubled(x))\n    # at last"))
-    lab.answer(STAYS, ("def shrink", f"import math\n\n\n{helper}\n\ndef shrink"))
+    lab.answer(STAYS, (SHRINK, body), ("def shrink", f"import math\n\n\n{helper}\n\ndef shrink"))
     lab.update()
 
     migrate(lab.root)
 
-    answered = starter(OPS_NOW, "ops").replace(
-        SHRINK, "# once\n    return math.sqrt(_doubled(x))\n    # at last"
-    )
+    answered = starter(OPS_NOW, "ops").replace(SHRINK, body)
     assert lab.read(STAYS) == answered.replace("def shrink", f"import math\n\n{helper}\ndef shrink")
 
 
-def test_an_untouched_old_starter_of_todays_module_is_replaced(lab):
-    untouched = lab.read(STAYS)
-    lab.update()
-    fresh = lab.read(STAYS)
-    lab.write(STAYS, untouched)
-
-    assert migrate(lab.root) == []
-
-    assert lab.read(STAYS) == fresh
-    assert not (lab.root / "labs/03_cpu_punica/old").exists()
-
-
-def test_an_answer_in_an_old_version_of_its_file_gets_todays(lab):
-    lab.answer(STAYS, (SHRINK, "return 2 * x"))
+@pytest.mark.parametrize(
+    ("written", "carried"),
+    [
+        ("return 2 * x", "return 2 * x"),
+        ("return _twice(x) + x._twice_as_wide", "return twice(x) + x._twice_as_wide"),
+        ("return self._table[x] + self._tables", "return self.tiers.table[x] + self._tables"),
+    ],
+    ids=["nothing else", "a name that is another now", "what has moved into another object"],
+)
+def test_an_answer_in_an_old_version_of_its_file_gets_todays_and_todays_names(
+    lab, monkeypatch, written, carried
+):
+    """What has moved is looked for in the answers of that exercise alone: none of 3.2 has an x."""
+    monkeypatch.setattr("labs.kit.migrate.RENAMED", {"_twice": "twice"})
+    moved = {"3.3": {r"self\._table\b": "self.tiers.table"}, "3.2": {r"\bx\b": "y"}}
+    monkeypatch.setattr("labs.kit.migrate.MOVED", moved)
+    lab.answer(STAYS, (SHRINK, written))
     lab.update()
     assert strays(lab.root) == [lab.root / STAYS]
 
     migrate(lab.root)
 
-    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, "return 2 * x")
+    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, carried)
     assert strays(lab.root) == []
 
 
-def test_work_outside_the_regions_is_kept_and_told(lab):
-    lab.answer(OLD, ANSWER, ("import os", "import math"))
-    lab.update()
+@pytest.mark.parametrize("is_left", [True, False], ids=["both are there", "one is gone"])
+def test_of_two_methods_with_one_name_each_gets_its_own_body_and_the_one_that_is_left_the_firsts(
+    lab, is_left
+):
+    second = "class Packed:\n    def shrink(x):\n        return [x]\n\n\n# endregion"
+    first, other = "return 2 * x", "return [2 * one for one in x]"
+    lab.write("minivllm/ops.py", OPS.replace("# endregion", second))
+    sync(lab.root)
+    record_release(lab.root)
+    lab.answer(STAYS, (f"    {SHRINK}\n\n\nclass", f"    {first}\n\n\nclass"))
+    if is_left:
+        lab.answer(STAYS, (f"        {SHRINK}", f"        {other}"))
+    today = OPS_NOW.replace("# endregion", second) if is_left else OPS_NOW
+    lab.update(ops=today)
 
-    said = migrate(lab.root)
+    migrate(lab.root)
 
-    assert f"{OLD}: it has changes outside its regions" in said
-    assert "import math" in lab.read(KEPT)
-    assert "# mine" in lab.read(NEW)
+    assert lab.read(STAYS) == starter(today, "ops").replace(SHRINK, first, 1).replace(SHRINK, other, 1)
 
 
 def test_todays_starters_are_left_to_their_learner(lab):
@@ -339,78 +331,18 @@ def test_every_command_says_that_exercises_have_moved(tmp_path):
     checkout = Checkout(tmp_path)
     checkout.solve("3.1")
     solved, here = checkout.file("3.1"), checkout.file("3.1").relative_to(tmp_path)
-    there = solved.with_name("before.py")
-    solved.rename(there)
+    answer = solved.read_text()
+    there = solved.rename(solved.with_name("before.py")).relative_to(tmp_path)
     sync(tmp_path)
 
-    before = checkout.lab("grade", "3.1", "--json")
+    before = checkout.lab("hint", "3.1").stderr
     migrated = checkout.lab("migrate")
-    after = checkout.lab("grade", "3.1", "--json")
+    again = checkout.lab("migrate")
 
-    shown = there.relative_to(tmp_path)
-    assert before.stderr == f"{shown}: exercises have moved; run `lab migrate`\n"
-    assert json.loads(before.stdout)["points"] == 0
-    assert f"{shown}: lab 3.1 is carried to {here}\n" in migrated.stdout
-    assert json.loads(after.stdout)["points"] == 1
-    assert after.stderr == ""
-    assert checkout.lab("migrate").stdout == "every exercise is where it belongs\n"
-
-
-def test_names_around_an_exercise_that_are_others_now_are_so_in_its_answer(lab, monkeypatch):
-    monkeypatch.setattr("labs.kit.migrate.RENAMED", {"_twice": "twice"})
-    lab.answer(STAYS, (SHRINK, "return _twice(x) + x._twice_as_wide"))
-    lab.update()
-
-    migrate(lab.root)
-
-    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, "return twice(x) + x._twice_as_wide")
-
-
-def test_of_two_methods_with_one_name_each_gets_its_own_body(lab):
-    second = "class Packed:\n    def shrink(x):\n        return [x]\n\n\n# endregion"
-    first, other = "return 2 * x", "return [2 * one for one in x]"
-    lab.write("minivllm/ops.py", OPS.replace("# endregion", second))
-    sync(lab.root)
-    record_release(lab.root)
-    lab.answer(
-        STAYS,
-        (f"    {SHRINK}\n\n\nclass", f"    {first}\n\n\nclass"),
-        (f"        {SHRINK}", f"        {other}"),
-    )
-    lab.update(ops=OPS_NOW.replace("# endregion", second))
-
-    migrate(lab.root)
-
-    fresh = starter(OPS_NOW.replace("# endregion", second), "ops")
-    answered = fresh.replace(SHRINK, first, 1).replace(SHRINK, other, 1)
-    assert lab.read(STAYS) == answered
-
-
-def test_what_has_moved_into_another_object_is_found_there_by_the_answer_of_that_exercise_alone(
-    lab, monkeypatch
-):
-    moved = {"3.3": {r"self\._table\b": "self.tiers.table"}, "3.2": {r"\bx\b": "y"}}
-    monkeypatch.setattr("labs.kit.migrate.MOVED", moved)
-    lab.answer(STAYS, (SHRINK, "return self._table[x] + self._tables"))
-    lab.update()
-
-    migrate(lab.root)
-
-    answer = "return self.tiers.table[x] + self._tables"
-    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, answer)
-
-
-def test_of_two_methods_with_one_name_the_one_that_is_left_gets_the_firsts_body(lab):
-    second = "class Packed:\n    def shrink(x):\n        return [x]\n\n\n# endregion"
-    lab.write("minivllm/ops.py", OPS.replace("# endregion", second))
-    sync(lab.root)
-    record_release(lab.root)
-    lab.answer(STAYS, (f"    {SHRINK}\n\n\nclass", "    return 2 * x\n\n\nclass"))
-    lab.update()
-
-    migrate(lab.root)
-
-    assert "return 2 * x" in lab.read(STAYS)
+    assert before == f"{there}: exercises have moved; run `lab migrate`\n"
+    assert f"{there}: lab 3.1 is carried to {here}\n" in migrated.stdout
+    assert solved.read_text() == answer
+    assert (again.stdout, again.stderr) == ("every exercise is where it belongs\n", "")
 
 
 def test_starters_that_no_release_has_are_named_until_one_has_them(lab):
