@@ -41,52 +41,55 @@ def driver(monkeypatch):
     return Driver()
 
 
-@pytest.fixture
-def ahead(driver, monkeypatch):
-    """As `driver`; and they come ahead."""
-    monkeypatch.setattr(page_locked, "AHEAD", 4)
-    return driver
+class Slow:
+    """A call that begins, and then waits until it is told to go on."""
 
+    def __init__(self, call, refuses=False):
+        self.call, self.refuses, self.calls = call, refuses, 0
+        self.begun, self.go = threading.Event(), threading.Event()
 
-class SlowLock:
-    """A driver's, which begins and then waits until it is told to go on."""
-
-    def __init__(self, driver, refuses=False):
-        self.lock, self.refuses = driver.lock, refuses
-        self.begun, self.go, self.calls = threading.Event(), threading.Event(), 0
-
-    def __call__(self, piece):
+    def __call__(self, *args):
         self.calls += 1
         self.begun.set()
         assert self.go.wait(PATIENCE)
         if self.refuses:
             raise RuntimeError("no memory")
-        return self.lock(piece)
+        return self.call(*args)
 
 
-def wait_for_growth(memory):
-    with memory._growth:
-        pass
+class TwoPieces:
+    """Memory whose first piece is full, and the parts that fill it. The second was grown when it was needed."""
+
+    def __init__(self, driver):
+        self.driver, self.memory, self.parts = driver, memory_of(driver), []
+        self.take(9)
+        assert len(driver.locked) == 2
+
+    def take(self, count):
+        self.parts += [self.memory.take(512) for _ in range(count)]
+
+    def begin_to_grow(self, refuses=False):
+        """A thread locks the third piece from now on, by the call that this gives. There are 3 parts left."""
+        slow = self.memory._lock_pages = Slow(self.driver.lock, refuses)
+        self.take(3)
+        assert not self.memory._growth.locked()
+        self.take(1)
+        assert slow.begun.wait(PATIENCE)
+        return slow
+
+    def wait_for_growth(self):
+        with self.memory._growth:
+            pass
+
+    def assert_apart(self):
+        assert len({part.data_ptr() for part in self.parts}) == len(self.parts)
 
 
-def with_two_pieces(driver):
-    """Memory, and parts that fill its first piece; the second is there, and has been grown when it was needed."""
-    memory = memory_of(driver)
-    held = [memory.take(512) for _ in range(9)]
-    assert len(driver.locked) == 2
-    return memory, held
-
-
-def take_until_it_grows(memory, slow):
-    """A thread grows from now on. There are 3 parts left."""
-    memory._lock_pages = slow
-    held = []
-    for _ in range(3):
-        held.append(memory.take(512))
-        assert not memory._growth.locked()
-    held.append(memory.take(512))
-    assert slow.begun.wait(PATIENCE)
-    return held
+@pytest.fixture
+def crowded(driver, monkeypatch):
+    """Pieces come ahead."""
+    monkeypatch.setattr(page_locked, "AHEAD", 4)
+    return TwoPieces(driver)
 
 
 def memory_of(driver):
@@ -138,27 +141,34 @@ def test_neighbours_that_come_free_are_one_part(driver):
 def test_whoever_finds_a_free_part_does_not_wait_for_a_piece_that_is_being_locked(driver):
     memory = memory_of(driver)
     held = memory.take(300)
-    begun, go = threading.Event(), threading.Event()
-    lock = driver.lock
-
-    def slow(piece):
-        begun.set()
-        assert go.wait(PATIENCE)
-        return lock(piece)
-
-    memory._lock_pages = slow
+    slow = memory._lock_pages = Slow(driver.lock)
     with ThreadPoolExecutor(2) as pool:
         large = [pool.submit(memory.take, 9000) for _ in range(2)]
-        assert begun.wait(PATIENCE)
+        assert slow.begun.wait(PATIENCE)
         small = memory.take(300)
         assert not any(one.done() for one in large)
-        go.set()
+        slow.go.set()
         parts = [held, small, *(one.result() for one in large)]
 
     for number, part in enumerate(parts):
         part.fill_(number)
     assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
     assert len(driver.locked) == 3
+
+
+def test_nobody_else_waits_while_one_waits_for_copies(driver):
+    memory = memory_of(driver)
+    held = [memory.take(1024) for _ in range(3)]
+    del held[0]
+    slow = memory._settle = Slow(driver.settle)
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(memory.take, 2048)
+        assert slow.begun.wait(PATIENCE)
+        held.append(pool.submit(memory.take, 1024).result(PATIENCE))
+        assert not large.done()
+        slow.go.set()
+        held.append(large.result(PATIENCE))
+    assert len({part.data_ptr() for part in held}) == len(held)
 
 
 def test_memory_is_unlocked_before_it_is_given_up(driver):
@@ -172,152 +182,108 @@ def test_memory_is_unlocked_before_it_is_given_up(driver):
     assert not driver.locked
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_history_lets_two_tensors_share_a_byte(driver, seed):
-    rng, memory, held = random.Random(seed), memory_of(driver), {}
-    for number in range(1, 200):
-        if held and rng.random() < 0.45:
-            del held[rng.choice(list(held))]
-        part = memory.take(rng.randint(1, 3000))
-        held[number] = part.fill_(number)
-        for name, tensor in held.items():
-            assert torch.equal(tensor, torch.full_like(tensor, name))
-    most = max(1, sum(-(-len(part) // 256) * 256 for part in held.values()))
-    assert memory.nbytes >= most
-    assert np.sum(list(driver.locked.values())) == memory.nbytes
-
-
 # ---- ahead ---------------------------------------------------------------------------------------------------
 
 
-def test_a_piece_is_there_before_somebody_needs_it(ahead):
-    memory, held = with_two_pieces(ahead)
-    slow = SlowLock(ahead)
-    held += take_until_it_grows(memory, slow)
+def test_a_piece_is_there_before_somebody_needs_it(crowded):
+    slow = crowded.begin_to_grow()
 
-    held += [memory.take(512) for _ in range(3)]  # nobody waits
-    assert memory.nbytes == 2 * 4096 and slow.calls == 1
+    crowded.take(3)  # nobody waits
+    assert crowded.memory.nbytes == 2 * 4096 and slow.calls == 1
     slow.go.set()
-    wait_for_growth(memory)
-    held.append(memory.take(512))
+    crowded.wait_for_growth()
+    crowded.take(1)
 
-    assert memory.nbytes == 3 * 4096 and slow.calls == 1
-    assert len({part.data_ptr() for part in held}) == len(held)
-
-
-def test_whoever_finds_nothing_waits_for_the_piece_that_is_on_its_way(ahead):
-    memory, held = with_two_pieces(ahead)
-    slow = SlowLock(ahead)
-    held += take_until_it_grows(memory, slow)
-    held += [memory.take(512) for _ in range(3)]
-
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(memory.take, 512) for _ in range(3)]
-        assert not any(one.done() for one in waiting)
-        slow.go.set()
-        held += [one.result(PATIENCE) for one in waiting]
-
-    wait_for_growth(memory)
-    assert slow.calls == 1 and memory.nbytes == 3 * 4096 == sum(ahead.locked.values())
-    assert len({part.data_ptr() for part in held}) == len(held)
+    assert crowded.memory.nbytes == 3 * 4096 and slow.calls == 1
+    crowded.assert_apart()
 
 
-def test_whoever_waited_for_a_piece_does_not_wait_for_the_next_one(ahead):
-    memory, held = with_two_pieces(ahead)
-    slow, next_one = SlowLock(ahead), SlowLock(ahead)
-    held += take_until_it_grows(memory, slow)
-    held += [memory.take(512) for _ in range(3)]
-    memory._lock_pages = next_one
+def test_whoever_finds_nothing_waits_for_the_piece_that_is_on_its_way_and_not_for_the_next_one(crowded):
+    slow, next_one = crowded.begin_to_grow(), Slow(crowded.driver.lock)
+    crowded.take(3)
+    crowded.memory._lock_pages = next_one
 
     with ThreadPoolExecutor(7) as pool:
-        waiting = [pool.submit(memory.take, 512) for _ in range(7)]
-        wait_until(lambda: memory._waiting == 7)
+        waiting = [pool.submit(crowded.memory.take, 512) for _ in range(7)]  # of a piece with 8 parts
+        wait_until(lambda: crowded.memory._waiting == 7)
+        assert not any(one.done() for one in waiting)
         slow.go.set()
         try:
-            held += [one.result(PATIENCE) for one in waiting]  # of a piece with 8 parts
+            crowded.parts += [one.result(PATIENCE) for one in waiting]
+            assert slow.calls == 1 and crowded.memory.nbytes == 3 * 4096
         finally:
             next_one.go.set()
 
-    wait_for_growth(memory)
-    assert len({part.data_ptr() for part in held}) == len(held)
+    crowded.wait_for_growth()
+    crowded.assert_apart()
 
 
-def test_few_or_small_adapters_have_nothing_locked_ahead(ahead, monkeypatch):
-    memory = memory_of(ahead)
+def test_few_or_small_adapters_have_nothing_locked_ahead(crowded, monkeypatch):
+    memory = memory_of(crowded.driver)
     held = [memory.take(512) for _ in range(8)]
-    wait_for_growth(memory)
-    assert len(ahead.locked) == 1, "the first piece is used up, and nobody knows if there are others to come"
+    assert memory.nbytes == 4096 and not memory._growth.locked(), "nobody knows if there are others to come"
 
     monkeypatch.setattr(page_locked, "PIECE_BYTES", 2**20)  # pieces have 16 parts
     held += [memory.take(512) for _ in range(32)]
-    wait_for_growth(memory)
-    assert memory.nbytes == sum(map(len, held))
+    with memory._growth:
+        assert memory.nbytes == sum(map(len, held))
 
 
-def test_parts_that_come_free_are_taken_back_before_a_piece_is_grown(ahead):
-    memory, held = with_two_pieces(ahead)
-    del held[:8]
+def test_parts_that_come_free_are_taken_back_before_a_piece_is_grown(crowded):
+    del crowded.parts[:8]
 
-    held += [memory.take(512) for _ in range(4)]
-    wait_for_growth(memory)
-
-    assert len(ahead.locked) == 2 and ahead.settled == 1
-    held += [memory.take(512) for _ in range(7)]
-    wait_for_growth(memory)
-    assert len(ahead.locked) == 2
+    for count in (4, 7):
+        crowded.take(count)
+        crowded.wait_for_growth()
+        assert len(crowded.driver.locked) == 2
+    assert crowded.driver.settled == 1
 
 
-def test_a_refusal_ahead_is_told_only_to_one_who_has_to_have_memory(ahead):
-    memory, held = with_two_pieces(ahead)
-    slow = SlowLock(ahead, refuses=True)
-    held += take_until_it_grows(memory, slow)
+def test_a_refusal_ahead_is_told_only_to_one_who_has_to_have_memory(crowded):
+    slow = crowded.begin_to_grow(refuses=True)
     slow.go.set()
-    wait_for_growth(memory)
+    crowded.wait_for_growth()
 
-    held += [memory.take(512) for _ in range(3)]
-    wait_for_growth(memory)
+    crowded.take(3)
+    crowded.wait_for_growth()
     assert slow.calls == 1, "what was refused is not asked for at every part"
     with pytest.raises(RuntimeError, match="no memory"):
-        memory.take(512)
-    assert slow.calls == 2 and memory.nbytes == 2 * 4096
+        crowded.take(1)
+    assert slow.calls == 2 and crowded.memory.nbytes == 2 * 4096
 
     slow.refuses = False  # others gave some back
-    held += [memory.take(512) for _ in range(4)]
-    wait_for_growth(memory)
-    assert slow.calls == 3 and memory.nbytes == 3 * 4096
-    held.append(memory.take(512))
-    wait_for_growth(memory)
+    crowded.take(4)
+    crowded.wait_for_growth()
+    assert slow.calls == 3 and crowded.memory.nbytes == 3 * 4096
+    crowded.take(1)
+    crowded.wait_for_growth()
     assert slow.calls == 4, "and it grows ahead again"
 
 
-def test_one_who_waits_for_a_growth_that_is_refused_tries_itself(ahead):
-    memory, held = with_two_pieces(ahead)
-    slow = SlowLock(ahead, refuses=True)
-    held += take_until_it_grows(memory, slow)
-    held += [memory.take(512) for _ in range(3)]
+def test_one_who_waits_for_a_growth_that_is_refused_tries_itself(crowded):
+    slow = crowded.begin_to_grow(refuses=True)
+    crowded.take(3)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(memory.take, 512)
+        waiting = pool.submit(crowded.memory.take, 512)
         slow.go.set()
         with pytest.raises(RuntimeError, match="no memory"):
             waiting.result(PATIENCE)
     assert slow.calls == 2
 
 
-def test_memory_may_be_given_up_while_a_piece_is_being_locked(ahead):
-    memory, held = with_two_pieces(ahead)
-    slow = SlowLock(ahead)
-    held += take_until_it_grows(memory, slow)
+def test_memory_may_be_given_up_while_a_piece_is_being_locked(crowded):
+    slow, locked = crowded.begin_to_grow(), crowded.driver.locked
     threads = [thread for thread in threading.enumerate() if thread.name == "minivllm-page-lock"]
-    gone = weakref.ref(memory)
+    gone = weakref.ref(crowded.memory)
 
-    del memory, held
-    assert gone() is None and not ahead.locked
+    del crowded.memory, crowded.parts
+    assert gone() is None and not locked
     slow.go.set()
     for thread in threads:
         thread.join(PATIENCE)
 
-    assert len(threads) == 1 and not threads[0].is_alive() and not ahead.locked
+    assert len(threads) == 1 and not threads[0].is_alive() and not locked
 
 
 def test_a_process_ends_while_a_piece_is_being_locked():
@@ -338,31 +304,10 @@ def test_a_process_ends_while_a_piece_is_being_locked():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
-def test_nobody_else_waits_while_one_waits_for_copies(driver):
-    memory = memory_of(driver)
-    held = [memory.take(1024) for _ in range(3)]
-    del held[0]
-    begun, go = threading.Event(), threading.Event()
-
-    def settle():
-        begun.set()
-        assert go.wait(PATIENCE)
-
-    memory._settle = settle
-    with ThreadPoolExecutor(2) as pool:
-        large = pool.submit(memory.take, 2048)
-        assert begun.wait(PATIENCE)
-        small = pool.submit(memory.take, 1024)
-        held.append(small.result(PATIENCE))
-        assert not large.done()
-        go.set()
-        held.append(large.result(PATIENCE))
-    assert len({part.data_ptr() for part in held}) == len(held)
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_threads_share_no_byte_and_none_is_lost(ahead, seed):
+def test_threads_share_no_byte_and_none_is_lost(driver, monkeypatch, seed):
     """As a model of intervals has it: live parts and free ones cover each piece, each byte once."""
+    monkeypatch.setattr(page_locked, "AHEAD", 4)
     refusals, guard = random.Random(seed), threading.Lock()
 
     def lock(piece):
@@ -371,7 +316,7 @@ def test_threads_share_no_byte_and_none_is_lost(ahead, seed):
         time.sleep(0.002)
         if refuses:
             raise RuntimeError("no memory")
-        return ahead.lock(piece)
+        return driver.lock(piece)
 
     memory = PageLockedMemory(lock, lambda: time.sleep(0.0005))
     held = [{} for _ in range(4)]
@@ -395,8 +340,8 @@ def test_threads_share_no_byte_and_none_is_lost(ahead, seed):
             list(pool.map(churn, range(4)))
     finally:
         sys.setswitchinterval(interval)
-    wait_for_growth(memory)
-    memory._take_back()
+    with memory._growth:
+        memory._take_back()
 
     starts = [piece.ctypes.data for piece in memory._pieces]
     places = [(starts[piece] + first, starts[piece] + end) for piece, first, end in memory._free]
@@ -408,4 +353,4 @@ def test_threads_share_no_byte_and_none_is_lost(ahead, seed):
         owners[start][first - start : end - start] += 1
         assert end - start <= len(owners[start])
     assert all((of == 1).all() for of in owners.values())
-    assert memory.nbytes == sum(ahead.locked.values())
+    assert memory.nbytes == sum(driver.locked.values())
