@@ -65,6 +65,8 @@ def find_regions(text: str, where: str) -> list[Region]:
     regions: list[Region] = []
     opened: tuple[str, str, int] | None = None
     for number, line in enumerate(text.split("\n"), 1):
+        if "region" not in line:
+            continue
         if line.strip().startswith("# region lab"):
             match = _OPEN.fullmatch(line.rstrip())
             if not match:

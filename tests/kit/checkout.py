@@ -58,6 +58,7 @@ class Checkout:
             path.unlink()
         sync(self.root)
         self.fresh = {path: path.read_text() for path in self._written()}
+        self.files = {n: self.root / e.starter.relative_to(ROOT) for n, e in read_engine().items()}
 
     def _written(self) -> list[Path]:
         """What `lab sync` writes for learners."""
@@ -89,19 +90,19 @@ class Checkout:
         return subprocess.run(command, shell=True, cwd=self.root, env=env, capture_output=True, text=True)
 
     def execute(self, code: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        """What `run` would give for `-c` and the code, but that torch is there already."""
-        return self._serve(["-c", code], labs)
+        """`serve`, for code."""
+        return self.serve(["-c", code], labs)
 
     def lab(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
-        return self._serve(["labs.kit.cli", *arguments], stdin=stdin)
+        return self.serve(["labs.kit.cli", *arguments], stdin=stdin)
 
     def pytest(self, *arguments: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        return self._serve(["pytest", "-p", "no:cacheprovider", "-W", "ignore", *arguments], labs)
+        return self.serve(["pytest", "-p", "no:cacheprovider", "-W", "ignore", *arguments], labs)
 
-    def _serve(
+    def serve(
         self, command: list[str], labs: str | None = None, stdin: str = ""
     ) -> subprocess.CompletedProcess:
-        """What `run` would give for `-m` and the command, or for `-c` and code."""
+        """What `run` would give for `-m` and the command, or for `-c` and code, but that torch is there already."""
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
             files[0].write_text(stdin)
@@ -125,7 +126,7 @@ class Checkout:
 
     def file(self, number: str) -> Path:
         """The learner's file of an exercise."""
-        return self.root / read_engine()[number].starter.relative_to(ROOT)
+        return self.files[number]
 
     def place(self, number: str, text: str) -> str:
         """`file:line` of the first line of an exercise's file that has this text."""
