@@ -90,16 +90,16 @@ class Checkout:
         return subprocess.run(command, shell=True, cwd=self.root, env=env, capture_output=True, text=True)
 
     def execute(self, code: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        """`serve`, for code."""
-        return self.serve(["-c", code], labs)
+        """What `run` would give for `-c` and the code, but that torch is there already."""
+        return self._serve(["-c", code], labs)
 
     def lab(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
-        return self.serve(["labs.kit.cli", *arguments], stdin=stdin)
+        return self._serve(["labs.kit.cli", *arguments], stdin=stdin)
 
     def pytest(self, *arguments: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        return self.serve(["pytest", "-p", "no:cacheprovider", "-W", "ignore", *arguments], labs)
+        return self._serve(["pytest", "-p", "no:cacheprovider", "-W", "ignore", *arguments], labs)
 
-    def serve(
+    def _serve(
         self, command: list[str], labs: str | None = None, stdin: str = ""
     ) -> subprocess.CompletedProcess:
         """What `run` would give for `-m` and the command, or for `-c` and code, but that torch is there already."""

@@ -57,15 +57,14 @@ def test_modules_come_from_where_the_variable_says(checkout, labs, admission, ca
     assert found == [f"{admission}/lora_admission.py", f"{cache}/lru_cache.py"]
 
 
-@pytest.mark.parametrize("labs", [None, "", "all"])
-def test_importing_minivllm_imports_no_torch(checkout, labs):
+@pytest.mark.parametrize(("labs", "imported"), [("", "[]"), ("all", "['labs.kit.overlay', 'ast']")])
+def test_importing_minivllm_imports_no_torch(checkout, labs, imported):
     code = (
         "import sys\nbefore = {*sys.modules}\nimport minivllm\n"
         "print([m for m in ('torch', 'labs.kit.overlay', 'ast') if m in {*sys.modules} - before])"
     )
-    result = checkout.run("-c", code, labs=labs)
 
-    assert result.stdout.strip() == ("['labs.kit.overlay', 'ast']" if labs else "[]")
+    assert checkout.run("-c", code, labs=labs).stdout.strip() == imported
 
 
 def test_one_exercise_is_the_learners_and_the_rest_of_its_module_ours(checkout):
@@ -90,6 +89,7 @@ def test_what_is_broken_in_another_exercise_does_not_matter(checkout):
 
 def put(checkout, answer):
     """An answer to 6.4 in a file whose other region is longer than ours."""
+    checkout.forget()
     checkout.solve("6.1")
     path = checkout.file("6.4")
     text = re.sub(r"( *)(# region lab 6\.1: .*\n)", r"\1\2\1# So\n\1# it\n\1# is.\n", path.read_text())
@@ -98,23 +98,20 @@ def put(checkout, answer):
 
 
 @pytest.mark.parametrize("labs", ["6", "6.4"])
-def test_tracebacks_point_at_the_learners_line(checkout, labs):
+def test_tracebacks_and_syntax_errors_point_at_the_learners_line(checkout, labs):
     path = put(checkout, "undefined()")
+    raised, line = checkout.execute(ADMISSION, labs=labs), checkout.place("6.4", "undefined()")
+    put(checkout, "due = +*3")
+    unread, wrong = checkout.execute(ADMISSION, labs=labs), checkout.place("6.4", "+*3")
 
-    result = checkout.execute(ADMISSION, labs=labs)
-
-    line = checkout.place("6.4", "undefined()").rpartition(":")[2]
-    assert f'File "{path}", line {line}, in make_room\n    undefined()' in result.stderr
-
-
-@pytest.mark.parametrize("labs", ["6", "6.4"])
-def test_syntax_errors_point_at_the_learners_line(checkout, labs):
-    path = put(checkout, "due = +*3")
-
-    result = checkout.execute(ADMISSION, labs=labs)
-
-    line = checkout.place("6.4", "+*3").rpartition(":")[2]
-    assert (result.returncode, result.stderr) == (1, f"error: {path}:{line}: invalid syntax\n")
+    said, code = (
+        raised.stderr,
+        f'File "{path}", line {line.rpartition(":")[2]}, in make_room\n    undefined()',
+    )
+    assert said.startswith("Traceback") and code in said
+    assert said.rstrip().endswith("NameError: name 'undefined' is not defined")
+    assert unread.stderr == f"error: {path}:{wrong.rpartition(':')[2]}: invalid syntax\n"
+    assert (raised.returncode, unread.returncode) == (1, 1)
 
 
 def test_a_text_without_a_file_can_be_read_as_source(checkout):
@@ -131,11 +128,10 @@ print(f(), inspect.getsource(f))
 
 @pytest.mark.parametrize("labs", ["40", "3.9", "rubbish", "3,", "3 5"])
 def test_a_variable_that_means_nothing_is_refused_in_a_sentence(checkout, labs):
-    result = checkout.run("-m", "minivllm.cli", "--help", labs=labs)
+    result = checkout.execute("import minivllm", labs=labs)
 
-    assert result.returncode == 1
-    [sentence] = result.stderr.strip().split("\n")
-    assert sentence.startswith(f"error: MINIVLLM_LABS={labs}: '")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith(f"error: MINIVLLM_LABS={labs}: '")
 
 
 def test_without_a_checkout_the_variable_is_refused_in_a_sentence(checkout):
@@ -158,64 +154,47 @@ def test_a_starter_that_is_gone_or_has_lost_its_markers_is_named(checkout):
 
 
 def test_a_program_that_comes_to_an_exercise_that_is_todo_says_which(checkout):
-    command = ["-m", "minivllm.cli", "inspect", str(ROOT / "adapters" / "sql")]
-    result = checkout.run(*command, labs="1.2")
+    result = checkout.run("-m", "minivllm.cli", "inspect", str(ROOT / "adapters" / "sql"), labs="1.2")
 
     assert result.stderr == "error: lab 1.2: module and side of an adapter tensor's name is still TODO\n"
     assert result.returncode == 1
 
 
-def test_an_error_of_a_learners_code_has_its_traceback(checkout):
-    put(checkout, "undefined()")
-
-    result = checkout.execute(ADMISSION, labs="6.4")
-
-    assert result.stderr.startswith("Traceback") and result.returncode == 1
-    assert result.stderr.rstrip().endswith("NameError: name 'undefined' is not defined")
-
-
 # ---- every process that runs a learner's code ---------------------------------------------------------------
 
-WHOSE = "import minivllm.core.lora_admission as m; print(m.__file__)"
+WHOSE = """
+import minivllm.core.lora_admission as admission
+
+print(admission.__file__, flush=True)
+"""
+TESTS = f"""
+import subprocess, sys
+import minivllm.core.lora_admission as admission
+from minivllm.processes import start_process
 
 
-def test_pytest_needs_the_selection_alone(checkout):
-    test = checkout.root / "tests" / "test_whose.py"
-    test.write_text(
-        "import os, subprocess, sys\n"
-        "import minivllm.core.lora_admission as admission\n\n"
-        "def test_here():\n"
-        "    assert 'labs/06' in admission.__file__\n\n"
-        "def test_in_a_process_of_its_own():\n"
-        f"    said = subprocess.check_output([sys.executable, '-c', {WHOSE!r}], text=True)\n"
-        "    assert 'labs/06' in said\n"
-    )
-    code = (
-        f"import os, pytest\nos.environ['MINIVLLM_LABS'] = '6'\nraise SystemExit(pytest.main({[str(test)]}))"
-    )
-
-    result = checkout.execute(code)
-
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_here():
+    assert "labs/06" in admission.__file__
 
 
-def test_processes_that_the_engine_starts_have_it(checkout):
-    module = checkout.root / "minivllm" / "says_whose.py"
-    module.write_text(
-        "import os, sys\n"
-        "import minivllm.core.lora_admission as admission\n"
-        "os.write(int(sys.argv[1]), b'')\n"
-        "print(admission.__file__, flush=True)\n"
-    )
-    code = (
-        "from minivllm.processes import start_process\n"
-        "_, process = start_process('minivllm.says_whose')\n"
-        "process.wait()\n"
-    )
+def test_in_a_process_of_its_own():
+    assert "labs/06" in subprocess.check_output([sys.executable, "-c", {WHOSE!r}], text=True)
 
-    result = checkout.execute(code, labs="6")
 
-    assert result.stdout.strip().endswith("labs/06_max_loras_scheduler/lora_admission.py"), result.stderr
+def test_in_one_that_the_engine_starts(capfd):
+    start_process("minivllm.says_whose")[1].wait()
+
+    assert "labs/06" in capfd.readouterr().out
+"""
+
+
+def test_processes_that_pytest_and_the_engine_start_need_the_selection_alone(checkout):
+    (checkout.root / "minivllm" / "says_whose.py").write_text(WHOSE)
+    (checkout.root / "tests" / "test_whose.py").write_text(TESTS)
+
+    result = checkout.pytest("tests/test_whose.py", labs="6")
+
+    assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.nightly
