@@ -14,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from minivllm.errors import EngineDeadError
 from minivllm.serving.async_llm import AsyncLLM
 from tests.tools.nights import by_day
-from tests.worlds.processes import process_id, stand_still_after, wait_for
+from tests.worlds.processes import break_steps, process_id, stand_still_after, wait_for
 from tests.worlds.servers import Answers, client_of, held_up, serving
 from tests.worlds.waiting import PATIENCE, wait_until
 
@@ -249,6 +250,20 @@ def test_a_server_that_waits_in_vain_for_its_requests_answers_them(world, capsys
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["type"] == "ServiceUnavailableError"
     assert has_no_traceback(capsys)
+
+
+def test_a_server_ends_with_its_engine_and_says_why(world):
+    with serving(world, "qv") as server:
+        server.server.ends_with_engine = True
+        server.server.state.llm._client.call(break_steps)
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json={"model": "qv", "prompt": "x"}, timeout=PATIENCE
+        )
+        server._thread.join(PATIENCE)
+
+        assert not server._thread.is_alive()
+    assert answer.status_code == 503
+    assert isinstance(server._error, EngineDeadError) and "a step that is broken" in str(server._error)
 
 
 @contextmanager

@@ -72,8 +72,9 @@ def test_its_end_is_an_error_for_running_and_for_new_requests(world, tmp_path):
             events = [line for line in lines if line]
         health = httpx.get(f"{server.url}/health", timeout=PATIENCE)
         refused = post(server, "completions", model="qv", prompt="x")
+        listed = httpx.get(f"{server.url}/v1/adapters", timeout=PATIENCE)
 
     assert events[-1] == "data: [DONE]"
     error = json.loads(events[-2].removeprefix("data: "))["error"]
     assert error["code"] == 503 and "killed by signal 9" in error["message"]
-    assert (health.status_code, refused.status_code) == (503, 503)
+    assert [answer.status_code for answer in (health, refused, listed)] == [503] * 3
