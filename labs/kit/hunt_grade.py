@@ -86,11 +86,11 @@ def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str
         return problems, seconds
     jobs = [_job(VARIANT + fault.lets, fault.sources(), path) for fault in hunt.faults[1:]]
     jobs += [_job(OTHERWISE, form.sources(), path) for form in hunt.right_forms]
-    jobs += jobs_on_sound_engines(hunt, path)
     for other in read_hunts().values():
         if other.id != hunt.id and other.id not in hunt.kin:
             with suppress(LabError):  # somebody has edited our code where this fault would be
                 jobs.append(_job(f"{OTHER} (hunt {other.id})", other.broken(), path))
+    jobs += jobs_on_sound_engines(hunt, path)
     problems, more = _judge(jobs, limit)
     return problems, seconds + more
 
@@ -153,9 +153,15 @@ def _job(engine: str, sources: dict[str, Source], path: Path) -> Job:
 
 
 def _judge(jobs: Iterable[Job], limit: float | None) -> tuple[list[str], float]:
-    """What is wrong with the outcomes, each sentence once, and the seconds that they took: several run at a time."""
+    """What is wrong with the outcomes, each sentence once, and the seconds that they took: several run at a time.
+
+    The sentences come in the order of the jobs, whichever ends first.
+    """
     began = time.monotonic()
-    said = [problem_of(job.key, outcome) for job, outcome in run(jobs, limit=limit)]
+    jobs = list(jobs)
+    order = {id(job): place for place, job in enumerate(jobs)}  # several may have the same key
+    outcomes = sorted(run(jobs, limit=limit), key=lambda ended: order[id(ended[0])])
+    said = [problem_of(job.key, outcome) for job, outcome in outcomes]
     return [text for text in dict.fromkeys(said) if text], time.monotonic() - began
 
 

@@ -91,7 +91,13 @@ class Server:
         client = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel}.json"))
         client.load_connection_file()
         client.start_channels()
-        client.wait_for_ready(timeout=PATIENCE)
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                client.wait_for_ready(timeout=PATIENCE)
+                break
+            except RuntimeError:  # busy with its imports, it has answered no heartbeat for a second
+                assert time.monotonic() < until, self.said()
         printed = []
 
         def note(message):
