@@ -8,7 +8,7 @@ import pytest
 
 from minivllm.assembly import lora_extensions
 from minivllm.extension import Extension
-from tests.tools.house import ROOT, House, circles_of, core_files, import_circles, import_graph
+from tests.tools.house import ROOT, House, circles_of, core_files, import_graph
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,19 @@ def test_the_core_imports_itself_alone_packages_that_run_counted(house):
     assert not outside
 
 
-def test_no_imports_go_round_in_a_circle():
-    assert import_circles(ROOT / "minivllm", annotations=False) == []
+@pytest.fixture(scope="module")
+def plain():
+    return import_graph(ROOT / "minivllm", annotations=False)
 
 
-def test_those_for_annotations_go_round_by_three_files_alone():
+def test_no_imports_go_round_in_a_circle(plain):
+    assert circles_of(plain) == []
+
+
+def test_those_for_annotations_go_round_by_three_files_alone(plain):
     """Each says what a part does for the very object that has it, and so names the type of who imports it."""
     named = {"minivllm.lora.extensions", "minivllm.worker.kv_memory", "minivllm.worker.warm_up"}
-    plain, annotated = (import_graph(ROOT / "minivllm", annotations) for annotations in (False, True))
+    annotated = import_graph(ROOT / "minivllm")
 
     assert circles_of({name: (plain if name in named else annotated)[name] for name in annotated}) == []
 
@@ -122,7 +127,7 @@ CIRCLES = {
 def test_circles_of_imports_are_found(tmp_path, case):
     files, circles = CIRCLES[case]
 
-    assert import_circles(write_package(tmp_path, files)) == circles
+    assert circles_of(import_graph(write_package(tmp_path, files))) == circles
 
 
 def write_package(folder, files):

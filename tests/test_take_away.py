@@ -129,8 +129,10 @@ def test_a_test_that_fails_for_something_else_is_told_from_the_extensions_own(tm
 
 
 def test_whoever_imports_an_extension_is_its_own_also_by_way_of_a_helper():
-    assert "tests/ahead/test_run_ahead.py" in own_files("ahead"), "worlds/ahead.py imports it"
-    assert "tests/phase_07/test_mixed_step.py" not in own_files("ahead")
+    own = own_files("ahead")
+
+    assert "tests/ahead/test_run_ahead.py" in own, "worlds/ahead.py imports it"
+    assert "tests/phase_07/test_mixed_step.py" not in own
 
 
 def test_each_has_its_night_before_any_has_another():

@@ -10,8 +10,8 @@ import torch
 from minivllm import LLMEngine
 from tests.oracles.peft import all_in_float64, load_oracle
 from tests.worlds.adapters import ADAPTERS, AdapterFolders, save_adapter
-from tests.worlds.arrivals import Asked, check_answers, made_once, serve_arrivals
-from tests.worlds.engines import greedy, make_engine
+from tests.worlds.arrivals import Asked, check_answers, serve_arrivals
+from tests.worlds.engines import greedy, made_once, make_engine
 from tests.worlds.models import save_base
 
 # Tokens that overlap themselves and each other, on few modules, on all linears and on the head, with patterns

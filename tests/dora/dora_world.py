@@ -6,8 +6,8 @@ from pathlib import Path
 
 from minivllm import LLMEngine
 from tests.worlds.adapters import ADAPTERS
-from tests.worlds.arrivals import Asked, check_answers, made_once, serve_arrivals
-from tests.worlds.engines import TinyWorld, greedy
+from tests.worlds.arrivals import Asked, check_answers, serve_arrivals
+from tests.worlds.engines import TinyWorld, greedy, made_once
 from tests.worlds.models import token_ids
 
 # Of the same shapes and patterns as the plain ones, and one that has other weights when it is loaded again.

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import struct
 import threading
 
 import pytest
@@ -17,8 +16,9 @@ from minivllm.lora import loading, plans
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
+from tests.worlds.adapter_folders import CONFIG, WEIGHTS, write_safetensors
 from tests.worlds.engines import TinyWorld
-from tests.worlds.malformed_adapters import CONFIG, WEIGHTS, configure, tensors_of
+from tests.worlds.malformed_adapters import configure, tensors_of
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
 # Names of adapters of a tiny world whose files hold A's and B's of linears alone: all of them.
@@ -233,14 +233,10 @@ def test_a_header_of_another_order_is_another_layout(loaders, world, tmp_path):
     header, data = {}, b""
     for name in names:
         numbers = tensors[name].numpy().tobytes()
-        header[name] = {
-            "dtype": "F64",
-            "shape": [*tensors[name].shape],
-            "data_offsets": [len(data), len(data) + len(numbers)],
-        }
+        place = [len(data), len(data) + len(numbers)]
+        header[name] = {"dtype": "F64", "shape": [*tensors[name].shape], "data_offsets": place}
         data += numbers
-    text = json.dumps(header).encode()
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data)
+    write_safetensors(folder / WEIGHTS, header, data)
 
     assert_same(loaders.plain(folder), loaders.planned(folder))
     assert len(loaders.plans) == 2

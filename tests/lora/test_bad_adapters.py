@@ -35,9 +35,9 @@ from tests.worlds.adapter_folders import (
     assert_refused,
     good_config,
     good_tensors,
-    grow,
     load,
     read_safetensors,
+    set_size,
     write,
     write_safetensors,
 )
@@ -153,7 +153,7 @@ class TestConfigs:
 
     @pytest.mark.parametrize("size", [limits.CONFIG_BYTES + 1, 2**40])
     def test_that_are_too_large_are_not_read(self, size, folder):
-        grow(folder / CONFIG, size - (folder / CONFIG).stat().st_size)
+        set_size(folder / CONFIG, size)
 
         assert_refused(folder, CONFIG, f"has {size} bytes, more than the 1048576")
 
@@ -295,8 +295,7 @@ class TestSafetensors:
 
         def shrink(*args):
             stored = judged(*args)
-            with (folder / WEIGHTS).open("r+b") as again:
-                again.truncate((folder / WEIGHTS).stat().st_size - 1)
+            set_size(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1)
             return stored
 
         monkeypatch.setattr(weights_files, "find_safetensors", shrink)

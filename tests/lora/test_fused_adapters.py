@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from minivllm.gpu.slot_writer import SlotWriter
 from tests.oracles.peft import Oracle
-from tests.tools.nights import without_gpu_at_night
 from tests.worlds.adapters import save_adapter
 from tests.worlds.engines import TinyWorld
 from tests.worlds.models import SIZES, save_base, token_ids
+from tests.worlds.settings import BACKENDS, EACH_BACKEND
 
 # Trained on Phi-3: one A, and one B as tall as the whole module.
 FUSED = {
@@ -28,11 +28,7 @@ FUSED = {
         "rank_pattern": {"layers.1.self_attn.qkv_proj": 3, "gate_up_proj": 7},
         "alpha_pattern": {"layers.0.mlp.gate_up_proj": 20, "qkv_proj": 4},
     },
-    "fused, one module": {
-        "r": 2,
-        "lora_alpha": 6,
-        "target_modules": r".*layers\.0\.self_attn\.qkv_proj",
-    },
+    "fused, one module": {"r": 2, "lora_alpha": 6, "target_modules": r".*layers\.0\.self_attn\.qkv_proj"},
     "fused, bias": {
         "r": 3,
         "lora_alpha": 4,
@@ -58,13 +54,6 @@ SPLIT = {
     },
 }
 FORMS = ["fused", "split"]
-# Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
-# Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
-by_backend = pytest.mark.parametrize(
-    "backend",
-    without_gpu_at_night(("loops", "grouped"), "triton", "paged"),
-)
 OPTIONS = {"max_loras": 3, "max_cpu_loras": 8, "bias_enabled": True}
 
 HEADS, KV_HEADS = SIZES["num_attention_heads"], 2
@@ -138,7 +127,7 @@ def test_both_folders_are_one_model_and_every_adapter_moves_it(world):
     assert all(difference.abs().max() > 0.1 * base.abs().max() for difference in moved)
 
 
-@by_backend
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixed_batch_of_all_gives_each_request_what_peft_gives_it(world, form, backend):
     """More adapters than slots, and base rows among them."""

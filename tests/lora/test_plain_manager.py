@@ -9,11 +9,7 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
 from tests.oracles.tiers import TwoTiers
-from tests.worlds.managers import (
-    SmallModel,
-    make_adapter,
-    make_plain_manager,
-)
+from tests.worlds.managers import SmallModel, make_adapter, make_plain_manager
 from tests.worlds.tier_history import History, run
 
 

@@ -10,8 +10,8 @@ import torch
 from minivllm import LLMEngine, LoRARequest
 from minivllm.mixes import mix
 from tests.worlds.adapters import ADAPTERS
-from tests.worlds.arrivals import Asked, check_answers, made_once, serve_arrivals
-from tests.worlds.engines import TinyWorld, greedy
+from tests.worlds.arrivals import Asked, check_answers, serve_arrivals
+from tests.worlds.engines import TinyWorld, greedy, made_once
 from tests.worlds.models import token_ids
 
 # PEFT mixes no adapter that names all linears by a word with one that lists them.

@@ -2,11 +2,14 @@
 those of transformers + PEFT for it alone.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.tools.nights import without_gpu_at_night
-from tests.worlds.engines import TinyWorld, crossed, greedy
+from tests.worlds.engines import TinyWorld, crossed, greedy, made_once
+from tests.worlds.settings import BACKENDS, EACH_BACKEND, OF_OPTIONS
 
 TARGETS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -29,47 +32,39 @@ VARIANTS = {
     "qwen2-tied": {**TARGETS, **TIED},
     "llama-linear-rope-biases-tied": {**TARGETS, **TIED},
 }
-# Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 SETTINGS = {
-    "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
-    "one slot": {"max_loras": 1, "max_cpu_loras": 1},
-    "two slots, chunks of 5 tokens": {"max_loras": 2, "max_num_batched_tokens": 5, "max_num_seqs": 4},
-    "few blocks": {"max_loras": 3, "num_kv_blocks": 14, "max_num_batched_tokens": 24},
+    **OF_OPTIONS,
     "room for tokens that none adds": {"max_loras": 6, "max_cpu_loras": 6, "lora_extra_vocab_size": 5},
 }
 
-_sets = {}
+
+class EndsWorld(TinyWorld):
+    def __init__(self, folder, variant):
+        super().__init__(folder, variant, VARIANTS[variant])
+
+
+made = partial(made_once, EndsWorld)
 
 
 @pytest.fixture(params=VARIANTS)
 def world(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory)
+    return made(tmp_path_factory, request.param)
 
 
 @pytest.fixture
 def tied(tmp_path_factory):
-    return made("qwen2-tied", tmp_path_factory)
-
-
-def made(variant, tmp_path_factory):
-    if variant not in _sets:
-        _sets[variant] = TinyWorld(tmp_path_factory.mktemp("ends"), variant, VARIANTS[variant])
-    return _sets[variant]
+    return made(tmp_path_factory, "qwen2-tied")
 
 
 @pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
 def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, variant, setting):
-    world = made(variant, tmp_path_factory)
+    world = made(tmp_path_factory, variant)
     engine = world.engine(**{"max_cpu_loras": 6, **SETTINGS[setting]})
 
     world.assert_serves(engine, world.workload())
 
 
-@pytest.mark.parametrize(
-    "backend",
-    without_gpu_at_night(("loops", "grouped"), "triton", "paged"),
-)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_every_backend_gives_them(tied, backend):
     engine = tied.engine(max_loras=6, max_cpu_loras=6, punica_backend=backend)
 

@@ -18,15 +18,7 @@ from tests.tools.device import DEVICE
 from tests.tools.watching import Products
 from tests.worlds.adapters import save_adapter
 from tests.worlds.engines import crossed, greedy, run, snapshot, tokens_of
-from tests.worlds.experts import (
-    DOWN,
-    GATE_UP,
-    MIXTRAL,
-    QWEN,
-    OldAdapter,
-    old_adapter,
-    sparse_world,
-)
+from tests.worlds.experts import DOWN, GATE_UP, MIXTRAL, QWEN, OldAdapter, old_adapter, sparse_world
 from tests.worlds.models import token_ids, transformers_model
 
 # PEFT says it of patterns for parameters, which it honours all the same.
@@ -38,12 +30,7 @@ SETTINGS = {
     "plenty of everything": {"max_loras": 5, "max_cpu_loras": 20},
     "one slot, loops": {"max_loras": 1, "max_cpu_loras": 1, "punica_backend": "loops"},
     "chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 4, "max_cpu_loras": 20},
-    "few blocks, loops": {
-        "num_kv_blocks": 20,
-        "max_loras": 3,
-        "max_cpu_loras": 3,
-        "punica_backend": "loops",
-    },
+    "few blocks, loops": {"num_kv_blocks": 20, "max_loras": 3, "max_cpu_loras": 3, "punica_backend": "loops"},
 }
 
 
@@ -52,7 +39,12 @@ def world(request, tmp_path_factory):
     return sparse_world(tmp_path_factory, request.param)
 
 
-@pytest.fixture
+each_with_a_backend = pytest.mark.parametrize(
+    ("world", "backend"), [(MIXTRAL, "loops"), (QWEN, "grouped")], indirect=["world"]
+)
+
+
+@pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     return sparse_world(tmp_path_factory, MIXTRAL)
 
@@ -106,7 +98,7 @@ class TestTokens:
             mixtral, pairs, mixtral.engine(punica_backend="triton", dtype="float32", device=DEVICE)
         )
 
-    @pytest.mark.parametrize("backend", ["loops", "grouped"])
+    @each_with_a_backend
     def test_of_a_slots_next_adapter_hold_nothing_of_the_last_ones_experts(self, world, backend):
         engine = world.engine(max_loras=1, max_cpu_loras=1, punica_backend=backend)
         prompt = token_ids(11, 5)
@@ -325,19 +317,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_served_wrongly_is_refused_by_name(mixtral, tmp_path, case):
-    name, changes, message = REFUSED[case]
-    folder = changed(mixtral.path(name), tmp_path, **changes)
+@pytest.fixture(scope="module")
+def engine_with_plain(mixtral):
+    """One place, which "old/plain" has and is still served from when all were refused."""
     engine = mixtral.engine(max_cpu_loras=1, max_loras=1, bias_enabled=True)
     engine.add_lora(mixtral.request("old/plain"))
-    before = snapshot(engine)
+    yield engine
+    assert_answers(mixtral, [("old/plain", token_ids(9, 0))], engine)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_served_wrongly_is_refused_by_name(mixtral, engine_with_plain, tmp_path, case):
+    name, changes, message = REFUSED[case]
+    folder = changed(mixtral.path(name), tmp_path, **changes)
+    before = snapshot(engine_with_plain)
 
     with pytest.raises(ValueError, match=message):
-        engine.add_lora(LoRARequest("bad", 99, str(folder)))
+        engine_with_plain.add_lora(LoRARequest("bad", 99, str(folder)))
 
-    assert snapshot(engine) == before
-    assert_answers(mixtral, [("old/plain", token_ids(9, 0))], engine)
+    assert snapshot(engine_with_plain) == before
 
 
 def test_warming_up_runs_the_experts_adapters(world):
@@ -372,7 +370,7 @@ class TestGateAndUpInOne:
         monkeypatch.setitem(registry.MODELS, "MixtralForCausalLM", Mixtral3D)
         monkeypatch.setitem(registry.MODELS, "Qwen3MoeForCausalLM", Qwen3Moe3D)
 
-    @pytest.mark.parametrize("backend", ["loops", "grouped"])
+    @each_with_a_backend
     def test_gets_the_same_tokens(self, world, backend):
         engine = world.engine(punica_backend=backend, max_loras=3)
         names = [None, *(name for name in world.names if name.startswith("parameters/"))]

@@ -10,12 +10,7 @@ class ToyBackend(Backend):
     """Every row asks its own adapter. Nothing is kept from step to step."""
 
     def add(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        slots: Slots,
-        rows: torch.Tensor,
-        slices: slice = ALL_SLICES,
+        self, y: torch.Tensor, x: torch.Tensor, slots: Slots, rows: torch.Tensor, slices: slice = ALL_SLICES
     ) -> None:
         for row, number in enumerate(rows.tolist()):
             start = 0

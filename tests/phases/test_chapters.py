@@ -3,7 +3,6 @@
 A chapter has two pages: README.md, and in_vllm.md for after the labs.
 """
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -21,7 +20,7 @@ SECOND = [path.with_name("in_vllm.md") for path in CHAPTERS]
 BUILT = [path for path in SECOND if path.parent.name in PHASES]  # not that of the incidents
 PARTS = ["Idea", "Mini-build", "Labs", "Check yourself", "The second page"]  # answers come after the labs
 PARTS_IN_VLLM = ["Names and differences", "Reading vLLM", "Beyond vLLM", "In minivllm", "Side tracks"]
-VLLM = json.loads(vllm_names.FILE.read_text())
+VLLM = vllm_names.known()
 DEFINED = re.compile(r"def (\w+)\(")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -92,7 +91,7 @@ OTHER_VERSIONS = {ROOT / "docs" / "names.md", ROOT / "docs" / "documents.md"}
 
 @pytest.mark.parametrize("path", [path for path in pages() if path not in OTHER_VERSIONS], ids=short)
 def test_names_that_are_cited_exist(path, our_names):
-    known = our_names | set(VLLM["names"]) | set(dir(torch)) | set(dir(torch.Tensor))
+    known = our_names | VLLM["names"] | set(dir(torch)) | set(dir(torch.Tensor))
     tokens = [token for token in cited(at_0_22_1(path)) if looks_like_a_name(token)]
 
     missing = {token for token in tokens if not set(parts_of(token)) <= known and not (ROOT / token).exists()}
@@ -104,7 +103,7 @@ def test_names_that_are_cited_exist(path, our_names):
 def test_files_of_vllm_that_are_cited_exist(path):
     paths = {token.rstrip("/") for token in cited(at_0_22_1(path)) if PATH.fullmatch(token)}
 
-    assert paths - set(VLLM["paths"]) == set()
+    assert paths - VLLM["paths"] == set()
 
 
 @pytest.mark.parametrize("path", pages(), ids=short)

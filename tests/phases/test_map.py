@@ -3,7 +3,6 @@
 import ast
 import importlib
 import itertools
-import json
 import re
 from inspect import getsource, ismodule
 
@@ -12,7 +11,7 @@ import pytest
 from tests.tools import vllm_names
 from tests.tools.vllm_names import IN_BACKTICKS, PATH, ROOT, looks_like_a_name
 
-VLLM = json.loads(vllm_names.FILE.read_text())
+VLLM = vllm_names.known()
 
 
 def table(header):
@@ -57,7 +56,7 @@ def test_a_row_leads_from_a_name_of_vllm_to_what_it_is_here(row):
     places = [ours(token) for token in dotted]
 
     if not left.startswith(GONE):
-        unknown = {name for name in names if looks_like_a_name(name)} - set(VLLM["names"])
+        unknown = {name for name in names if looks_like_a_name(name)} - VLLM["names"]
         assert unknown == set(), "not in vLLM 0.22.1"
         assert PATH.search(left), "no file of vLLM"
     # What has another name here is named, not its module alone.
@@ -112,8 +111,8 @@ def test_what_is_not_here_is_in_vllm_and_not_here(row, defined):
     names = {name for name in names_of(left) if looks_like_a_name(name)}
     paths = {token.rstrip("/") for token in IN_BACKTICKS.findall(left) if PATH.fullmatch(token)}
 
-    assert names - set(VLLM["names"]) == set(), "not in vLLM 0.22.1"
-    assert paths - set(VLLM["paths"]) == set(), "not in vLLM 0.22.1"
+    assert names - VLLM["names"] == set(), "not in vLLM 0.22.1"
+    assert paths - VLLM["paths"] == set(), "not in vLLM 0.22.1"
     assert names & defined == set(), "it is here by now"
 
 
@@ -124,7 +123,7 @@ def test_what_has_changed_since_is_said_of_files_and_names_of_the_later_version(
     names = {name for name in names_of(middle) if looks_like_a_name(name)}
 
     assert paths, "no file of vLLM"
-    assert paths - set(VLLM["later"]["paths"]) == set(), "not in vLLM 0.33.0"
-    assert names - set(VLLM["later"]["names"]) == set(), "not in vLLM 0.33.0"
+    assert paths - VLLM["later"]["paths"] == set(), "not in vLLM 0.33.0"
+    assert names - VLLM["later"]["names"] == set(), "not in vLLM 0.33.0"
     known = {*VLLM["names"], *VLLM["later"]["names"]}
     assert {name for name in names_of(changes) if looks_like_a_name(name)} - known == set(), "in neither"

@@ -194,12 +194,7 @@ def test_what_is_no_result_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--pages", "99999999999"],
-        ["--turns", "1e308"],
-        ["--price", "inf"],
-        ["--policy-file", "."],
-    ],
+    [["--pages", "99999999999"], ["--turns", "1e308"], ["--price", "inf"], ["--policy-file", "."]],
     ids=" ".join,
 )
 def test_what_nobody_can_simulate_is_refused_by_its_option(options):

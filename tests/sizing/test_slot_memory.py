@@ -54,9 +54,7 @@ def test_what_is_told_is_what_the_allocator_gave_out_and_what_was_predicted(back
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize(
-    "architecture",
-    [large("llama-8b", vocab_size=128256), large("qwen-0.6b")],
-    ids=["llama-8b", "qwen-0.6b"],
+    "architecture", [large("llama-8b", vocab_size=128256), large("qwen-0.6b")], ids=["llama-8b", "qwen-0.6b"]
 )
 def test_large_models_too(architecture, rank, backend):
     config = LoRAConfig(rank, 8, punica_backend=backend, lora_extra_vocab_size=64, bias_enabled=True)

@@ -10,13 +10,12 @@ without. Where the spoiling did no harm the adapter is served, and nothing is as
 
 import argparse
 import random
-import re
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,15 +40,12 @@ BAD = 99
 @dataclass
 class Report:
     """outcomes   (way, what became of the adapter) -> how often
-    faults     what must not happen, as text; kinds counts them
-    slowest, largest   (seconds or bytes, way, number, sentence) of refusals
+    faults     what must not happen, as text
+    answers    how many were compared
     """
 
     outcomes: Counter = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    kinds: Counter = field(default_factory=Counter)
-    slowest: list[tuple] = field(default_factory=list)
-    largest: list[tuple] = field(default_factory=list)
     answers: int = 0
 
     @property
@@ -67,9 +63,7 @@ class Report:
         for name in WAYS:
             found = {outcome: n for (way, outcome), n in sorted(self.outcomes.items()) if way == name}
             lines.append(f"  {name:22} {found}")
-        for what, unit, worst in (("slowest", 1, self.slowest), ("largest", 2**20, self.largest)):
-            lines += [f"{what}: {v / unit:.3f} {way} {n}: {text[:110]}" for v, way, n, text in worst[:5]]
-        return [*lines, f"{len(self.faults)} faults: {dict(self.kinds.most_common())}", *self.faults[:40]]
+        return [*lines, f"{len(self.faults)} faults", *self.faults[:40]]
 
 
 class Batch:
@@ -128,11 +122,10 @@ class Attack:
         for number in numbers:
             self.one(number)
         self.report.answers = self.batch.answers
-        self.report.slowest.sort(reverse=True)
-        self.report.largest.sort(reverse=True)
         return self.report
 
     def one(self, number: int) -> None:
+        """A good adapter is spoiled and asked for; or asked for, and spoiled before it is read."""
         rng = random.Random(f"{self.seed}/{number}")
         way = rng.choice([*WAYS])
         folder = self.disk / "adapter"
@@ -141,73 +134,34 @@ class Attack:
         is_late = rng.random() < 0.15
         if not is_late:
             WAYS[way](rng, folder)
-        request = _odd_request(rng, folder)
-        before = snapshot(self.engine)
-        peak = Peak()
-        outcome, sentence, seconds = self._ask(request)
-        if outcome != "served":
-            self._judge(
-                way, number, outcome, sentence, seconds, peak.growth(), before == snapshot(self.engine)
-            )
-        elif is_late:  # good when it was asked for, spoiled before it is read
-            WAYS[way](rng, folder)
-            peak = Peak()
+        request = LoRARequest(**_odd_request(rng, folder))
+
+        outcome = self._watched(f"{way} {number}", lambda: self._ask(request))
         if outcome == "served":
-            outcome, sentence, seconds = self._serve(way, number)
-            if outcome not in ("served", "failed alone") or outcome == "failed alone":
-                self._judge(way, number, outcome, sentence, seconds, peak.growth(), True)
+            if is_late:
+                WAYS[way](rng, folder)
+            outcome = self._watched(f"{way} {number}", self._serve)
         self.report.outcomes[way, outcome] += 1
         try:
             self.batch.step()
         except (Exception, OutOfTime) as error:
-            self._fault(way, number, f"the batch failed: {error!r}")
+            self.report.faults.append(f"{way} {number}: the batch failed: {error!r}")
             self._start()
 
-    def _ask(self, request: dict) -> tuple[str, str, float]:
-        """What became of a request: an exception's name or "served"; its sentence; seconds."""
-        started, sentence = time.perf_counter(), ""
+    def _watched(self, what: str, call: Callable[[], tuple[str, str]]) -> str:
+        """What became of the adapter. Everything but service is judged: what it said, took, and left behind."""
+        before, peak, started = snapshot(self.engine), Peak(), time.perf_counter()
         try:
             with TimeLimit(self.limit):
-                self.engine.add_request("bad", PROMPT, greedy(3), lora_request=LoRARequest(**request))
-            outcome = "served"
+                outcome, sentence = call()
         except (ValueError, FileNotFoundError) as error:
             outcome, sentence = type(error).__name__, str(error)
         except (Exception, OutOfTime) as error:
             outcome, sentence = f"! {type(error).__name__}", str(error)
-        return outcome, sentence, time.perf_counter() - started
-
-    def _serve(self, way: str, number: int) -> tuple[str, str, float]:
-        """Step until it ends; the longest step counts."""
-        longest = 0.0
-        try:
-            for _ in range(200):
-                started = time.perf_counter()
-                with TimeLimit(self.limit):
-                    ended = self.batch.step()
-                longest = max(longest, time.perf_counter() - started)
-                if ended:
-                    self.engine.remove_lora(BAD)
-                    return (
-                        ("failed alone", ended[0].error, longest)
-                        if ended[0].error
-                        else ("served", "", longest)
-                    )
-            outcome = "! never ended", "", longest
-        except (Exception, OutOfTime) as error:
-            outcome = f"! {type(error).__name__} at a step", str(error), longest
-        self._start()
-        return outcome
-
-    def _judge(
-        self,
-        way: str,
-        number: int,
-        outcome: str,
-        sentence: str,
-        seconds: float,
-        growth: int,
-        is_as_before: bool,
-    ) -> None:
+        seconds, growth = time.perf_counter() - started, peak.growth()
+        if outcome == "served":
+            return outcome
+        is_as_before = outcome == "failed alone" or before == snapshot(self.engine)
         size = sum(path.lstat().st_blocks * 512 for path in (self.disk / "adapter").rglob("*"))
         faults = {
             f"raised {outcome}: {sentence[:200]!r}": outcome.startswith("!"),
@@ -217,19 +171,25 @@ class Attack:
             f"cannot be printed: {sentence[:200]!r}": not sentence.isprintable(),
             "changed the engine": not is_as_before,
         }
-        for text, is_recoverable in faults.items():
-            if is_recoverable:
-                self._fault(way, number, text)
-        for worst, value in ((self.report.slowest, seconds), (self.report.largest, growth)):
-            worst.append((value, way, number, ascii(sentence[:200])))
-            worst.sort(reverse=True)
-            del worst[8:]
+        self.report.faults += [f"{what}: {fault}" for fault, is_there in faults.items() if is_there]
         if not is_as_before:
             self._start()
+        return outcome
 
-    def _fault(self, way: str, number: int, text: str) -> None:
-        self.report.faults.append(f"{way} {number}: {text}")
-        self.report.kinds[re.sub(r"[\d.]+", "#", text.partition(":")[0])] += 1
+    def _ask(self, request: LoRARequest) -> tuple[str, str]:
+        self.engine.add_request("bad", PROMPT, greedy(3), lora_request=request)
+        return "served", ""
+
+    def _serve(self) -> tuple[str, str]:
+        """Step until it ends. Nothing may be raised here: what only reading tells fails the request alone."""
+        try:
+            for _ in range(200):
+                if ended := self.batch.step():
+                    self.engine.remove_lora(BAD)
+                    return ("failed alone", ended[0].error) if ended[0].error else ("served", "")
+        except Exception as error:
+            return f"! {type(error).__name__} at a step", str(error)
+        return "! never ended", ""
 
 
 def _odd_request(rng: random.Random, folder: Path) -> dict:

@@ -312,11 +312,7 @@ class TestDownload:
         folder = Path(get_adapter_absolute_path(ID))
 
         assert folder.is_relative_to(cache) and folder.name == hub.commit
-        assert {path.name for path in folder.iterdir()} == {
-            "adapter_config.json",
-            WEIGHTS,
-            *WITH_IT,
-        }
+        assert {path.name for path in folder.iterdir()} == {"adapter_config.json", WEIGHTS, *WITH_IT}
         assert hub.fetched == {path.name for path in folder.iterdir()}
         for path in folder.iterdir():
             assert path.read_bytes() == hub.files[path.name]

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import struct
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -19,38 +18,25 @@ from safetensors.torch import load_file, save_file
 from minivllm import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver
 from tests.tools.limits import Peak, TimeLimit
+from tests.worlds.adapter_folders import CONFIG, HANGS, MOST_MEMORY, WEIGHTS, set_size, write_safetensors
 from tests.worlds.engines import greedy
 from tests.worlds.models import character_tokenizer
 
-WEIGHTS = "adapter_model.safetensors"
 Q0 = "model.layers.0.self_attn.q_proj"
-HANGS = 60  # seconds of computing; a refusal takes less than one
 
 
-@pytest.fixture(scope="module")
-def report():
+def test_of_sixty_each_is_refused_in_a_sentence_and_changes_nothing():
+    """Seconds are for the nightly run of the script: here other tests take theirs."""
     # A fork has transformers and PEFT already, whose import would take longer than the attack.
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(attack, range(60), seed=1, limit=HANGS).result()
+        report = pool.submit(attack, range(60), seed=1, limit=HANGS).result()
 
-
-def test_each_is_refused_in_a_sentence_and_changes_nothing(report):
-    """Seconds are for the nightly run of the script: here other tests take theirs."""
     assert [fault for fault in report.faults if " took " not in fault or " MB: " in fault] == []
-
-
-def test_whoever_runs_meanwhile_gets_the_same_tokens(report):
-    assert report.answers > 20
-
-
-def test_it_was_an_attack(report):
+    assert report.answers > 20, "whoever runs meanwhile gets the same tokens"
     outcomes = report.totals
-
     assert sum(outcomes.values()) == 60
-    assert outcomes["ValueError"] > 20
-    assert outcomes["FileNotFoundError"] > 1
-    assert outcomes["failed alone"] > 2
-    assert outcomes["served"] > 2
+    assert outcomes["ValueError"] > 20, "it was an attack"
+    assert outcomes["FileNotFoundError"] > 1 and outcomes["failed alone"] > 2 and outcomes["served"] > 2
 
 
 @pytest.fixture
@@ -67,7 +53,7 @@ def assert_refused(load, *words):
     missing = [word for word in words if word not in text]
     assert not missing, f"{missing} not in: {text}"
     assert len(text) <= 500 and text.isprintable()
-    assert peak.growth() < 256 * 2**20
+    assert peak.growth() < MOST_MEMORY
 
 
 @pytest.mark.parametrize("through", ["add_lora", "add_request", "a load whose check was another file's"])
@@ -78,10 +64,7 @@ def test_a_terabyte_of_a_known_module_is_refused_by_its_shape_and_not_read(world
         name.replace("_A", "_B"): {"dtype": "F32", "shape": [48, 4], "data_offsets": [0, 768]},
         name: {"dtype": "F32", "shape": [4, rows], "data_offsets": [768, 768 + 16 * rows]},
     }
-    text = json.dumps(entries).encode()
-    with (folder / WEIGHTS).open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + 768 + 16 * rows)
+    write_safetensors(folder / WEIGHTS, entries, more=768 + 16 * rows)
     bad = LoRARequest("bad", 7, str(folder))
 
     load = {
@@ -95,10 +78,8 @@ def test_a_terabyte_of_a_known_module_is_refused_by_its_shape_and_not_read(world
 
 def test_more_tensors_than_the_model_has_use_for_are_refused_by_their_number(world, folder):
     entry = {"dtype": "F32", "shape": [4, 48], "data_offsets": [0, 0]}
-    text = json.dumps(
-        {f"model.layers.{i}.self_attn.q_proj.lora_A.weight": entry for i in range(1000)}
-    ).encode()
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text)
+    names = [f"model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in range(1000)]
+    write_safetensors(folder / WEIGHTS, dict.fromkeys(names, entry))
 
     assert_refused(
         lambda: world.engine().add_lora(LoRARequest("bad", 7, str(folder))),
@@ -149,8 +130,7 @@ class TestTokenizers:
         ("name", "size"), [("tokenizer.json", 2**40), ("added_tokens.json", 2**40), ("config.json", 2**23)]
     )
     def test_of_files_that_are_too_large_are_refused(self, folder, add, name, size):
-        with (folder / name).open("ab") as file:
-            file.truncate(size)
+        set_size(folder / name, size)
 
         assert_refused(add, "adapter 'bad'", f"{name} has {size} bytes")
 
@@ -165,7 +145,7 @@ class TestTokenizers:
 class TestResolvers:
     @pytest.mark.parametrize("trained_on", ["a/" * 400_000, "x" * 500_000, "\x1b[2J\n"])
     def test_are_not_kept_busy_by_what_an_adapter_was_trained_on(self, folder, trained_on, caplog):
-        path = folder / "adapter_config.json"
+        path = folder / CONFIG
         config = {**json.loads(path.read_text()), "base_model_name_or_path": trained_on}
         path.write_text(json.dumps(config))
 
@@ -177,8 +157,7 @@ class TestResolvers:
         assert len(message) <= 500 and message.isprintable() and "was trained on" in message
 
     def test_leave_a_config_that_is_too_large_to_the_loader(self, folder):
-        with (folder / "adapter_config.json").open("ab") as file:
-            file.truncate(2**40)
+        set_size(folder / CONFIG, 2**40)
 
         with TimeLimit(HANGS):
             found = asyncio.run(FilesystemResolver(folder.parent).resolve_lora("/models/base", folder.name))

@@ -14,7 +14,7 @@ import torch
 
 from minivllm.lora.weights_files import read_weights
 from minivllm.sources import FILE_FORMATS
-from tests.worlds.adapter_folders import WEIGHTS, A, assert_refused, good_tensors, load, write
+from tests.worlds.adapter_folders import WEIGHTS, A, assert_refused, good_tensors, load, set_size, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -229,7 +229,6 @@ class TestArchives:
 
     def test_that_are_larger_than_a_pickle_may_be_are_not_read(self, file):
         torch.save(good_tensors(), file)
-        with file.open("r+b") as again:
-            again.truncate(2**40)
+        set_size(file, 2**40)
 
         assert_refused(file.parent, file, f"has {2**40} bytes", "safetensors")

@@ -175,19 +175,8 @@ def table(house: House) -> dict[str, object]:
 Graph = dict[str, set[str]]  # module -> the package's modules that it imports
 
 
-def import_circles(package: Path, annotations: bool = True) -> list[list[str]]:
-    """Modules each of which imports all the others of its circle, by way of others or not: sorted names.
-
-    annotations   whether imports under TYPE_CHECKING count
-
-    Imports inside functions count. Parents of what is imported do not, though Python runs them,
-    and neither does a module's `__getattr__`, which runs for names that the module does not have.
-    """
-    return circles_of(import_graph(package, annotations))
-
-
 def circles_of(graph: Graph) -> list[list[str]]:
-    """As `import_circles`."""
+    """Modules each of which imports all the others of its circle, by way of others or not: sorted names."""
     reached = {module: _reached_from(module, graph) for module in graph}
     circles = {
         tuple(sorted(other for other in reached[module] if module in reached[other]))
@@ -198,7 +187,13 @@ def circles_of(graph: Graph) -> list[list[str]]:
 
 
 def import_graph(package: Path, annotations: bool = True) -> Graph:
-    """Of a folder of modules, which is importable under its own name."""
+    """Of a folder of modules, which is importable under its own name.
+
+    annotations   whether imports under TYPE_CHECKING count
+
+    Imports inside functions count. Parents of what is imported do not, though Python runs them,
+    and neither does a module's `__getattr__`, which runs for names that the module does not have.
+    """
     paths = {_module_name(path, package): path for path in package.rglob("*.py")}
     return {
         module: _imported(path.read_text(encoding="utf-8"), _parent(module, path), set(paths), annotations)

@@ -8,6 +8,8 @@ import json
 import re
 import sys
 from pathlib import Path
+from textwrap import TextWrapper
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".json")
@@ -15,6 +17,7 @@ CODE_BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
 IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 PATH = re.compile(r"vllm/[\w/]+(\.py|/)?")
+wrap = TextWrapper(110, break_long_words=False, break_on_hyphens=False).wrap
 
 
 def cited(text: str) -> set[str]:
@@ -47,6 +50,14 @@ def since() -> str:
     )
 
 
+def known() -> dict[str, Any]:
+    """What the file says: `names` and `paths` of vLLM 0.22.1, and under `later` those of 0.33.0."""
+    found = json.loads(FILE.read_text())
+    for part in (found, found["later"]):
+        part |= {kind: {*" ".join(part[kind]).split()} for kind in ("names", "paths")}
+    return found
+
+
 def cited_at(package: Path, tokens: set[str]) -> dict[str, list[str]]:
     """Those of the tokens that this package of vLLM has, as paths and as names."""
     wanted = {part for token in tokens if looks_like_a_name(token) for part in parts_of(token)}
@@ -56,10 +67,8 @@ def cited_at(package: Path, tokens: set[str]) -> dict[str, list[str]]:
         for name in wanted & set(re.findall(r"\w+", path.read_text(errors="replace")))
     }
     paths = {token.rstrip("/") for token in tokens if PATH.fullmatch(token)}
-    return {
-        "paths": sorted(path for path in paths if (package.parent / path).exists()),
-        "names": sorted(there),
-    }
+    paths = {path for path in paths if (package.parent / path).exists()}
+    return {kind: wrap(" ".join(sorted(found))) for kind, found in (("paths", paths), ("names", there))}
 
 
 def main(package: Path, later: Path) -> None:
@@ -67,9 +76,7 @@ def main(package: Path, later: Path) -> None:
     found = {"version": "0.22.1", **cited_at(package, tokens)}
     found["later"] = {"version": "0.33.0", **cited_at(later, cited(since()))}
     FILE.write_text(json.dumps(found, indent=1) + "\n")
-    print(
-        f"{len(found['names'])} names and {len(found['paths'])} paths; {len(found['later']['names'])} later ones"
-    )
+    print(f"{len(known()['names'])} names, {len(known()['later']['names'])} later ones")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from minivllm import LLMEngine, RequestOutput, SamplingParams
 from minivllm.versions.weights import token_versions
 from tests.worlds import arrivals
 from tests.worlds.adapters import ADAPTERS
-from tests.worlds.engines import TinyWorld, tokens_of
+from tests.worlds.engines import TinyWorld, made_once, tokens_of
 from tests.worlds.models import token_ids
 
 # What is in the updates: the same shapes, another rank, other modules.
@@ -124,4 +124,4 @@ def serve(
     return list(arrivals.serve_arrivals(engine, rng, count, ask, update).values()), folder_of
 
 
-learning_world = partial(arrivals.made_once, LearningWorld)
+learning_world = partial(made_once, LearningWorld)

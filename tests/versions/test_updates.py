@@ -362,10 +362,7 @@ SPOILED = {
     "a dtype": (lambda t: {**t, first(t): t[first(t)].to(torch.int64)}, "int64|dtype"),
     "NaN": (lambda t: {**t, first(t): t[first(t)] * torch.nan}, "NaN"),
     "no tensor": (lambda t: {**t, first(t): [1.0]}, "must be tensors"),
-    "a module that the model lacks": (
-        lambda t: {**t, "model.nowhere.lora_A.weight": t[first(t)]},
-        "nowhere",
-    ),
+    "a module that the model lacks": (lambda t: {**t, "model.nowhere.lora_A.weight": t[first(t)]}, "nowhere"),
     "half a pair": (lambda t: {k: v for k, v in t.items() if k != first(t)}, "lora_A"),
     "none": (lambda t: {}, "no tensors|no LoRA|empty|policy"),
     "a list": (lambda t: [1], "must be tensors by PEFT's names"),
@@ -413,11 +410,7 @@ class TestWhatIsRefused:
     def test_weights_whose_prompts_would_be_read_otherwise(self, world):
         engine = world.engine()
         old = ask(world, engine, "policy")
-        activated = {
-            **world.config("again"),
-            "alora_invocation_tokens": PROMPT[:2],
-            "task_type": "CAUSAL_LM",
-        }
+        activated = {**world.config("again"), "alora_invocation_tokens": PROMPT[:2], "task_type": "CAUSAL_LM"}
 
         with pytest.raises(ValueError, match="'policy' may change weights, but not"):
             engine.update_lora("policy", world.tensors("again"), peft_config=activated)

@@ -21,12 +21,7 @@ SETTINGS = {
         "max_num_seqs": 4,
     },
     "few blocks": {"num_kv_blocks": 32, "max_loras": 3, "max_cpu_loras": 6, "max_num_batched_tokens": 24},
-    "no prefix cache": {
-        "max_loras": 3,
-        "max_cpu_loras": 6,
-        "enable_prefix_caching": False,
-        "block_size": 8,
-    },
+    "no prefix cache": {"max_loras": 3, "max_cpu_loras": 6, "enable_prefix_caching": False, "block_size": 8},
     "short turns": {
         "max_lora_wait_steps": 1,
         "max_cpu_loras": 6,

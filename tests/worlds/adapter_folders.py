@@ -74,7 +74,7 @@ def write_safetensors(path: Path, header: dict | bytes, data: bytes = b"", more:
     """A safetensors file whose header need not be true; `more` bytes behind its data take no place on the disk."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    grow(path, more)
+    set_size(path, path.stat().st_size + more)
 
 
 def read_safetensors(path: Path) -> tuple[dict, bytes]:
@@ -84,10 +84,10 @@ def read_safetensors(path: Path) -> tuple[dict, bytes]:
     return json.loads(data[8:end]), data[end:]
 
 
-def grow(path: Path, more: int) -> None:
-    """The file is longer by so many bytes, which take no place on the disk."""
+def set_size(path: Path, size: int) -> None:
+    """The file is cut, or longer by bytes that take no place on the disk."""
     with path.open("ab") as file:
-        file.truncate(path.stat().st_size + more)
+        file.truncate(size)
 
 
 def load(folder, max_lora_rank=16, expected=MODEL_MODULES, dtype=torch.float32, **options) -> LoRAModel:

@@ -69,13 +69,3 @@ def check_answers(
                 expected = logits[len(one.prompt) - 1 : end].argmax(-1).tolist()
                 assert one.answer == expected, (one.whose, one.prompt)
     return sum(len(one.answer) for one in asked)
-
-
-_made: dict[tuple, Any] = {}
-
-
-def made_once(kind: type, tmp_path_factory: Any, variant: str = "llama-llama3-rope") -> Any:
-    """The world `kind(folder, variant)`; made once a test run, however many modules ask for it."""
-    if (kind, variant) not in _made:
-        _made[kind, variant] = kind(tmp_path_factory.mktemp(f"{kind.__name__}-{variant}"), variant)
-    return _made[kind, variant]

@@ -1,11 +1,11 @@
 """Engines on tiny models, the adapters they serve, and loops around them."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -126,15 +126,20 @@ def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> L
     return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
 
 
-_worlds: dict[Path, TinyWorld] = {}
+_made: dict[Path, Any] = {}
 
 
-def tiny_world(tmp_path_factory: pytest.TempPathFactory, variant: str = "llama-llama3-rope") -> TinyWorld:
-    """The world of one kind of model; made once a test run, however many modules ask for it."""
-    folder = tmp_path_factory.getbasetemp() / f"world-{variant}"
-    if folder not in _worlds:
-        _worlds[folder] = TinyWorld(folder, variant)
-    return _worlds[folder]
+def made_once(
+    kind: Callable, tmp_path_factory: pytest.TempPathFactory, variant: str = "llama-llama3-rope"
+) -> Any:
+    """The world `kind(folder, variant)`; made once a test run, however many modules ask for it."""
+    folder = tmp_path_factory.getbasetemp() / f"{kind.__name__}-{variant}"
+    if folder not in _made:
+        _made[folder] = kind(folder, variant)
+    return _made[folder]
+
+
+tiny_world = partial(made_once, TinyWorld)
 
 
 def greedy(max_tokens: int = 8, **params: object) -> SamplingParams:

@@ -7,13 +7,14 @@ merged by hand into transformers' weights: PEFT's own conversion of those is off
 import json
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.oracles.peft import Oracle
-from tests.worlds.engines import TinyWorld
+from tests.worlds.engines import TinyWorld, made_once
 from tests.worlds.models import transformers_model
 
 MIXTRAL, QWEN = "mixtral", "qwen3-moe-a-dense-layer"
@@ -188,12 +189,4 @@ class SparseWorld(TinyWorld):
         return oracle
 
 
-_worlds: dict[Path, SparseWorld] = {}
-
-
-def sparse_world(tmp_path_factory: object, variant: str) -> SparseWorld:
-    """The world of one kind of model; made once a test run."""
-    folder = tmp_path_factory.getbasetemp() / f"sparse-{variant}"
-    if folder not in _worlds:
-        _worlds[folder] = SparseWorld(folder, variant)
-    return _worlds[folder]
+sparse_world = partial(made_once, SparseWorld)

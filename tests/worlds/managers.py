@@ -26,11 +26,7 @@ from tests.oracles.rows import assert_rows_equal
 HIDDEN, RANK = 6, 5
 # Module -> slices in order: the checkpoint's name, input width, output width.
 SLICES = {
-    "attn.qkv_proj": [
-        ("attn.q_proj", HIDDEN, 8),
-        ("attn.k_proj", HIDDEN, 4),
-        ("attn.v_proj", HIDDEN, 4),
-    ],
+    "attn.qkv_proj": [("attn.q_proj", HIDDEN, 8), ("attn.k_proj", HIDDEN, 4), ("attn.v_proj", HIDDEN, 4)],
     "attn.o_proj": [("attn.o_proj", 8, HIDDEN)],
     "mlp.gate_up_proj": [("mlp.gate_proj", HIDDEN, 7), ("mlp.up_proj", HIDDEN, 7)],
     "mlp.down_proj": [("mlp.down_proj", 7, HIDDEN)],

@@ -28,11 +28,7 @@ LLAMA3_ROPE = {
 }
 # Each differs from the next in what a model of this family can differ in.
 VARIANTS = {
-    "llama-llama3-rope": {
-        "model_type": "llama",
-        "num_key_value_heads": 2,
-        "rope_parameters": LLAMA3_ROPE,
-    },
+    "llama-llama3-rope": {"model_type": "llama", "num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
     "llama-linear-rope-biases-tied": {
         "model_type": "llama",
         "num_key_value_heads": 4,
@@ -47,22 +43,9 @@ VARIANTS = {
         "sliding_window": 200,
         "rms_norm_eps": 0.02,
     },
-    "qwen2-tied": {
-        "model_type": "qwen2",
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-wide-heads": {
-        "model_type": "qwen3",
-        "num_key_value_heads": 2,
-        "head_dim": 20,
-    },
-    "phi3-fused": {
-        "model_type": "phi3",
-        "num_key_value_heads": 2,
-        "sliding_window": 220,
-        "pad_token_id": 0,
-    },
+    "qwen2-tied": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3-wide-heads": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 20},
+    "phi3-fused": {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 220, "pad_token_id": 0},
     "mixtral": {
         "model_type": "mixtral",
         "num_key_value_heads": 2,
@@ -164,10 +147,7 @@ class PagedRequests:
 
 
 def save_base(
-    folder: Path,
-    variant: str = "llama-llama3-rope",
-    dtype: torch.dtype = torch.float64,
-    **overrides: object,
+    folder: Path, variant: str = "llama-llama3-rope", dtype: torch.dtype = torch.float64, **overrides: object
 ) -> Path:
     """A tiny random model as a Hugging Face folder.   overrides: of its config"""
     transformers_model(variant, **overrides).to(dtype).save_pretrained(folder)

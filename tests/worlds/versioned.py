@@ -23,12 +23,7 @@ class VersionedWorld(HuntWorld):
 
     def policy(self, **changes: object) -> LoRARequest:
         return LoRARequest(
-            **{
-                "lora_name": "policy",
-                "lora_int_id": 7,
-                "lora_path": str(self.folder_of(0)),
-                **changes,
-            }
+            **{"lora_name": "policy", "lora_int_id": 7, "lora_path": str(self.folder_of(0)), **changes}
         )
 
     def update(self, engine: LLMEngine, weights: int, **options: object) -> int:

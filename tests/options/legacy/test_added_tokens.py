@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,44 +10,24 @@ from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
-from tests.tools.nights import without_gpu_at_night
-from tests.worlds.engines import OPTIONS, crossed, greedy, run, snapshot, tokens_of
+from tests.worlds.engines import OPTIONS, crossed, greedy, made_once, run, snapshot, tokens_of
 from tests.worlds.models import character_tokenizer
+from tests.worlds.settings import BACKENDS, EACH_BACKEND, OF_OPTIONS
 from tests.worlds.tokens import COUNTS, H, TokenSet, V, with_new
 
 EXTRA = 4  # more than any adapter adds
 VARIANTS = ["llama-llama3-rope", "qwen2-tied"]
-# Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
-# Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
-by_backend = pytest.mark.parametrize(
-    "backend",
-    without_gpu_at_night(("loops", "grouped"), "triton", "paged"),
-)
-SETTINGS = {
-    "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
-    "one slot": {"max_loras": 1, "max_cpu_loras": 1},
-    "two slots, chunks of 5 tokens": {"max_loras": 2, "max_num_batched_tokens": 5, "max_num_seqs": 4},
-    "few blocks": {"max_loras": 3, "num_kv_blocks": 14, "max_num_batched_tokens": 24},
-}
-
-_sets = {}
-
-
-def made(variant, tmp_path_factory):
-    if variant not in _sets:
-        _sets[variant] = TokenSet(tmp_path_factory.mktemp("tokens"), variant)
-    return _sets[variant]
+made = partial(made_once, TokenSet)
 
 
 @pytest.fixture(params=VARIANTS)
 def world(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory)
+    return made(tmp_path_factory, request.param)
 
 
 @pytest.fixture
 def llama(tmp_path_factory):
-    return made("llama-llama3-rope", tmp_path_factory)
+    return made(tmp_path_factory)
 
 
 @pytest.fixture
@@ -67,16 +48,16 @@ def edit(folder, **changes):
 
 
 class TestTokens:
-    @pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
+    @pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, OF_OPTIONS))
     def test_are_those_of_each_request_alone_on_a_model_that_had_them_from_the_start(
         self, tmp_path_factory, variant, setting
     ):
-        world = made(variant, tmp_path_factory)
-        engine = make_engine(world, **SETTINGS[setting])
+        world = made(tmp_path_factory, variant)
+        engine = make_engine(world, **OF_OPTIONS[setting])
 
         world.assert_serves(engine, world.workload())
 
-    @by_backend
+    @pytest.mark.parametrize("backend", EACH_BACKEND)
     def test_are_the_same_on_every_backend(self, llama, backend):
         engine = make_engine(llama, max_loras=6, punica_backend=backend)
 

@@ -1,14 +1,24 @@
 """Adapters with a bias on B (PEFT's `lora_bias`), in one batch with others: as transformers + PEFT has them."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minivllm.gpu.slot_writer import SlotWriter
-from tests.tools.nights import without_gpu_at_night
-from tests.worlds.engines import TinyWorld, assert_logits, crossed, greedy, run, snapshot, watch_logits
+from tests.worlds.engines import (
+    TinyWorld,
+    assert_logits,
+    crossed,
+    greedy,
+    made_once,
+    run,
+    snapshot,
+    watch_logits,
+)
+from tests.worlds.settings import BACKENDS, EACH_BACKEND, OF_OPTIONS
 
 ADAPTERS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -35,42 +45,23 @@ FUSED = {
     "fused, plain": {"r": 3, "lora_alpha": 9, "target_modules": ["qkv_proj", "down_proj"]},
 }
 VARIANTS = {"llama-llama3-rope": ADAPTERS, "llama-linear-rope-biases-tied": ADAPTERS, "phi3-fused": FUSED}
-# Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
-SETTINGS = {
-    "plenty of everything": {"max_loras": 5, "max_cpu_loras": 5},
-    "one slot": {"max_loras": 1, "max_cpu_loras": 1},
-    "two slots, chunks of 5 tokens": {"max_loras": 2, "max_num_batched_tokens": 5, "max_num_seqs": 4},
-}
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
-_sets = {}
+
+class BiasWorld(TinyWorld):
+    def __init__(self, folder, variant):
+        super().__init__(folder, variant, VARIANTS[variant])
+        if "patterns" in self.names:
+            # PEFT takes a bias that is not in the file for zeros: here k_proj's, beside q_proj's in one layer.
+            edit(self.path("patterns"), **{f"{Q.replace('q_proj', 'k_proj')}.lora_B.bias": None})
 
 
-def made(variant, tmp_path_factory):
-    if variant not in _sets:
-        _sets[variant] = TinyWorld(tmp_path_factory.mktemp("biases"), variant, VARIANTS[variant])
-        leave_out_a_bias(_sets[variant])
-    return _sets[variant]
-
-
-def leave_out_a_bias(world):
-    """PEFT takes a bias that is not in the file for zeros: here k_proj's, beside q_proj's in one layer."""
-    if "patterns" in world.names:
-        path = world.path("patterns") / "adapter_model.safetensors"
-        tensors = load_file(path)
-        del tensors["base_model.model.model.layers.0.self_attn.k_proj.lora_B.bias"]
-        save_file(tensors, path)
-
-
-@pytest.fixture(params=VARIANTS)
-def world(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory)
+made = partial(made_once, BiasWorld)
 
 
 @pytest.fixture
 def llama(tmp_path_factory):
-    return made("llama-llama3-rope", tmp_path_factory)
+    return made(tmp_path_factory)
 
 
 @pytest.fixture
@@ -86,20 +77,20 @@ def edit(folder, **changes):
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
-@pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, SETTINGS))
+@pytest.mark.parametrize(("variant", "setting"), crossed(VARIANTS, OF_OPTIONS))
 def test_a_mixed_batch_gives_each_request_what_peft_gives_it(tmp_path_factory, variant, setting):
-    world = made(variant, tmp_path_factory)
-    engine = world.engine(bias_enabled=True, **SETTINGS[setting])
+    world = made(tmp_path_factory, variant)
+    engine = world.engine(bias_enabled=True, **OF_OPTIONS[setting])
 
     world.assert_serves(engine, world.workload())
 
 
-@pytest.mark.parametrize("backend", without_gpu_at_night(["loops", "grouped", "paged"], "triton"))
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize(
     "variant", ["llama-llama3-rope", pytest.param("phi3-fused", marks=pytest.mark.nightly)]
 )
 def test_every_backend_gives_them(variant, backend, tmp_path_factory):
-    world = made(variant, tmp_path_factory)
+    world = made(tmp_path_factory, variant)
     engine = world.engine(bias_enabled=True, max_loras=4, punica_backend=backend)
 
     world.assert_serves(engine, world.workload(1, rows=2), max_tokens=4, tolerance=BACKENDS[backend])
@@ -132,13 +123,13 @@ def test_a_slot_that_had_a_bias_serves_an_adapter_without(llama):
         llama.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])])
 
 
-def test_slots_that_a_gpus_writer_fills_are_the_same(world):
-    engine = world.engine(bias_enabled=True, max_loras=1)
+def test_slots_that_a_gpus_writer_fills_are_the_same(llama):
+    engine = llama.engine(bias_enabled=True, max_loras=1)
     manager = engine.adapters.manager
     manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
 
-    for name in [*world.names, *reversed(world.names)]:
-        world.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])], max_tokens=3)
+    for name in [*llama.names, *reversed(llama.names)]:
+        llama.assert_serves(engine, [(name, [5, 9, 5, 3]), (None, [5, 9, 5, 3])], max_tokens=3)
 
 
 def test_the_biases_alone_move_the_logits(llama):

@@ -18,9 +18,7 @@ class TestTokenizers:
     def reads(self, monkeypatch):
         reads = []
         monkeypatch.setattr(
-            adapter_tokenizers,
-            "load_tokenizer",
-            lambda name, folder: reads.append(folder) or Tokenizer(),
+            adapter_tokenizers, "load_tokenizer", lambda name, folder: reads.append(folder) or Tokenizer()
         )
         return reads
 
