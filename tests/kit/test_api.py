@@ -9,6 +9,7 @@ import pytest
 from labs.kit.api import page_of
 from labs.kit.path import track_of
 from labs.kit.regions import ROOT, Function, read_engine
+from tests.tools.nights import by_day
 
 EXERCISES = read_engine()
 # Its text gives the shapes; the model is of any architecture, so no annotation leads there.
@@ -21,7 +22,10 @@ def text_of(number):
     return "\n".join(entry.text for entry in entries)
 
 
-@pytest.mark.parametrize("number", EXERCISES)
+some = pytest.mark.parametrize("number", by_day(EXERCISES))
+
+
+@some
 def test_no_line_of_code_is_shown(number):
     """Of no exercise, since a page has what the module and its imports define: other answers are among these."""
     page = text_of(number)
@@ -40,10 +44,11 @@ def lines_of_answers():
     return sorted(line for line in found if len(line) >= 25)
 
 
-@pytest.mark.parametrize("number", EXERCISES)
+@some
 def test_what_our_code_takes_of_other_modules_is_there(number):
     """Functions and classes that it calls by a name it has imported from the engine."""
     exercise, page = EXERCISES[number], text_of(number)
+    assert len(page.splitlines()) <= 100
     if exercise.is_blank:
         return  # its contract says what there is
     imported = {
@@ -62,7 +67,7 @@ def test_what_our_code_takes_of_other_modules_is_there(number):
     assert [name for name in imported & called if name not in page] == []
 
 
-@pytest.mark.parametrize("number", [n for n, e in EXERCISES.items() if track_of(e) == "core"])
+@pytest.mark.parametrize("number", by_day(n for n, e in EXERCISES.items() if track_of(e) == "core"))
 def test_what_its_text_names_of_the_engine_is_on_its_page(number):
     """What stands in backticks under "To use" and in docstrings, and is a function, class or field of the engine.
 
@@ -99,43 +104,37 @@ def names_of_the_engine():
     return found
 
 
-def test_a_page_is_no_longer_than_what_is_needed():
-    """Of a file of 230 lines that imports from eight others, 1.6 needs about a dozen functions and one class."""
-    page = text_of("1.6")
+# What stands on an exercise's page, and what does not.
+NEEDED = {
+    # Of a file of 230 lines that imports from eight others, about a dozen functions and one class.
+    "1.6": (
+        ("read_tensor(", "is_left_out(", "check_pair(", "check_numbers(", "from_config(", "lora_b"),
+        ("from_local_checkpoint", "clone(", "folder_sources", "read_weights", "validate_legal"),
+    ),
+    # A name means a member of the type that annotations lead to.
+    "2.7": (("pack(parts: Parts)",), ("class LinearBase",)),
+    "5.2": (("find_slot() -> int",), ("class FullTiers",)),
+    "7.3": (("block_ids: list[int]",), ("class Ranks",)),
+    # Not `_step(`, which is asked for: a contract says what it promises.
+    "7.4": (
+        (
+            *("_settle_adapters(", "_prepare_adapters(", "_launch(", "_sample(", "_finish("),
+            *("schedule()", "update_from_output(", "scheduled: list[ScheduledRequest]"),
+        ),
+        ("tokens: torch.Tensor", " _step("),
+    ),
+}
 
-    for name in ("read_tensor(", "is_left_out(", "check_pair(", "check_numbers(", "from_config(", "lora_b"):
-        assert name in page
-    for name in ("from_local_checkpoint", "clone(", "folder_sources", "read_weights", "validate_legal"):
-        assert name not in page
-    assert max(len(text_of(number).splitlines()) for number in EXERCISES) <= 100
 
+@pytest.mark.parametrize("number", NEEDED)
+def test_a_page_has_what_is_needed_and_no_more(number):
+    page, (needed, not_needed) = text_of(number), NEEDED[number]
 
-def test_what_the_step_needs_is_there():
-    page = text_of("7.4")
-
-    for name in ("_settle_adapters(", "_prepare_adapters(", "_launch(", "_sample(", "_finish(", "schedule()"):
-        assert name in page
-    assert "update_from_output(" in page
-    assert " _step(" not in page, "it is what is asked for, and a contract says what it promises"
+    assert [name for name in needed if name not in page] == []
+    assert [name for name in not_needed if name in page] == []
 
 
 def test_sentences_about_what_to_use_come_first():
     uses, _ = page_of(EXERCISES["7.3"])
 
     assert uses["_prepare_inputs"].startswith("`all_token_ids`")
-
-
-@pytest.mark.parametrize(
-    "number, left_out, kept",
-    [
-        ("2.7", "class LinearBase", "pack(parts: Parts)"),
-        ("5.2", "class FullTiers", "find_slot() -> int"),
-        ("7.3", "class Ranks", "block_ids: list[int]"),
-        ("7.4", "tokens: torch.Tensor", "scheduled: list[ScheduledRequest]"),
-    ],
-)
-def test_a_name_means_a_member_of_the_type_that_annotations_lead_to(number, left_out, kept):
-    page = text_of(number)
-
-    assert left_out not in page
-    assert kept in page

@@ -30,24 +30,37 @@ ENGINES_OWN = OURS[0]
 ROUTES_LIKE_US = "from minivllm.policies.routing import least_loaded\nrouting = lambda seed: least_loaded\n"
 
 
+@pytest.fixture(scope="module")
+def least():
+    return {"tiny": bounds(TINY)}
+
+
 def known(name):
     [entrant] = [entrant for entrant in OURS if entrant.name == f"ours: {name}"]
     return entrant
 
 
 @pytest.fixture
-def a_second_a_step(monkeypatch):
-    """A step takes a second and a read ten, whatever their size."""
-    cost = CostModel({"steps": 1.0}, read_s=10.0, copy_bytes_per_s=1e15, read_bytes_per_s=1e15)
-    monkeypatch.setattr(league, "cost_model", lambda: cost)
-    return cost
+def costs(monkeypatch):
+    """Sets what steps and reads cost; a copy costs nothing."""
+
+    def costs(of_steps, **options):
+        cost = CostModel(of_steps, copy_bytes_per_s=1e15, read_bytes_per_s=1e15, **options)
+        monkeypatch.setattr(league, "cost_model", lambda: cost)
+        return cost
+
+    return costs
 
 
 # Who is ahead.
 
 
-def test_a_play_is_what_is_worked_out_by_hand(a_second_a_step):
-    """Two adapters come to two engines. The last request finds its adapter where it was sent to, or reads it again."""
+def test_a_play_is_what_is_worked_out_by_hand(costs):
+    """Two adapters come to two engines. The last request finds its adapter where it was sent to, or reads it again.
+
+    A step takes a second and a read ten, whatever their size.
+    """
+    costs({"steps": 1.0}, read_s=10.0)
     arrivals = [Arrival(t, 4, 1, adapter) for t, adapter in ((0.0, 0), (0.0, 1), (20.0, 0), (40.0, 1))]
 
     least_loaded, affine = (
@@ -108,11 +121,8 @@ def test_who_does_better_on_a_traffic_that_is_made_for_it_is_ahead():
     assert of["hotspot"].index("affine") < of["hotspot"].index("hashing")
 
 
-def test_the_same_files_and_secret_give_the_same_page_and_picture():
-    traffics = [TINY]
-    least = {"tiny": bounds(TINY)}
-
-    boards = [board(compete([ENGINES_OWN, known("LFU")], traffics, least), traffics, least) for _ in range(2)]
+def test_the_same_files_and_secret_give_the_same_page_and_picture(least):
+    boards = [board(compete([ENGINES_OWN, known("LFU")], [TINY], least), [TINY], least) for _ in range(2)]
 
     assert page(boards[0]) == page(boards[1])
     assert picture(boards[0]) == picture(boards[1])
@@ -183,33 +193,30 @@ def test_no_way_to_route_and_admit_a_few_requests_beats_the_bound(seed, monkeypa
     assert least <= best <= 3 * least  # and it is no idle bound
 
 
-@pytest.fixture
-def a_millisecond_a_token(monkeypatch):
-    """A step takes that for each of its tokens, and nothing is read or copied."""
-    cost = CostModel({"tokens": 1e-3}, copy_bytes_per_s=1e15, read_bytes_per_s=1e15)
-    monkeypatch.setattr(league, "cost_model", lambda: cost)
-    return cost
+# Arrivals, of how many adapters, the milliseconds that they take if a token takes one, and how near the bound is.
+BY_TOKENS = {
+    # Each fills a step: the tenth of an engine ends after ten, and not after forty.
+    "forty prompts at once": (
+        *([Arrival(0.0, league.TOKENS, 1, n % 4) for n in range(40)], 4),
+        *(league.TOKENS * 5.5, 0.9),
+    ),
+    "what a session has said": (
+        *([Arrival(0.0, 1600, 1, 0, session=3), Arrival(9.0, 3200, 1, 0, session=3)], 1),
+        *(1600, 0.99),  # of each of the two: it need not be computed again
+    ),
+}
 
 
-def test_where_tokens_alone_cost_the_bound_is_near_what_four_engines_do(a_millisecond_a_token):
-    """Forty prompts at once that fill a step each: the tenth of an engine ends after ten, and not after forty."""
-    arrivals = [Arrival(0.0, league.TOKENS, 1, n % 4) for n in range(40)]
+@pytest.mark.parametrize("what", BY_TOKENS)
+def test_where_tokens_alone_cost_the_bound_is_near_what_engines_do(what, costs):
+    arrivals, adapters, milliseconds, near = BY_TOKENS[what]
+    cost = costs({"tokens": 1e-3})
 
-    found = play({}, arrivals, 4, 0)["ttft_ms"]
+    found = play({"routing": routing.POLICIES["affine"]}, arrivals, adapters, 0)["ttft_ms"]
 
-    least = 1e3 * least_ttft(arrivals, a_millisecond_a_token, league.ENGINES, league.ROWS, league.TOKENS)
-    assert found == pytest.approx(league.TOKENS * 5.5, rel=1e-6)
-    assert 0.9 * found < least <= found
-
-
-def test_what_a_session_has_said_need_not_be_computed_again(a_millisecond_a_token):
-    arrivals = [Arrival(0.0, 1600, 1, 0, session=3), Arrival(9.0, 3200, 1, 0, session=3)]
-
-    found = play({"routing": routing.POLICIES["affine"]}, arrivals, 1, 0)["ttft_ms"]
-
-    least = 1e3 * least_ttft(arrivals, a_millisecond_a_token, league.ENGINES, league.ROWS, league.TOKENS)
-    assert found == pytest.approx(1600, rel=1e-6)  # of each of the two
-    assert 0.99 * found < least <= found
+    least = 1e3 * least_ttft(arrivals, cost, league.ENGINES, league.ROWS, league.TOKENS)
+    assert found == pytest.approx(milliseconds, rel=1e-6)
+    assert near * found < least <= found
 
 
 def in_turn(numbers):
@@ -249,12 +256,6 @@ def best_schedule(jobs, now=0, ended=0):
         else:
             best = min(best, best_schedule([*others[:n], (came, left - 1), *others[n:]], now + 1))
     return best
-
-
-def test_a_prompt_alone_takes_its_best_split_into_steps():
-    floor = [1.0, 1.0, 1.5, 4.0, 9.0]  # of at most four tokens
-
-    assert least_alone(floor, 5).tolist() == [0, 1.0, 1.5, 2.5, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -298,6 +299,10 @@ WRONG = {
     "no_python": ("def routing(:\n", "SyntaxError: invalid syntax"),
     "exits": ("raise SystemExit\n", "its process ended before it had played"),
     "nobody": ("admission = lambda ranks: lambda *_: []\n", "none of which can run"),
+    "forever": (
+        "def routing(seed):\n    while True:\n        pass\n",
+        "no end after 1 s of computing, on 'tiny'",
+    ),
 }
 
 
@@ -307,8 +312,8 @@ def submitted(folder: Path, texts):
     return [of_file(path) for path in sorted(folder.glob("*.py"))]
 
 
-def test_who_is_wrong_is_told_by_name_and_loses_only_itself(tmp_path):
-    least = {"tiny": bounds(TINY)}
+def test_who_is_wrong_is_told_by_name_and_loses_only_itself(tmp_path, least, monkeypatch):
+    monkeypatch.setattr(league_compete, "LIMIT", 1.0)
     texts = {name: text for name, (text, _) in WRONG.items()}
 
     results = compete(submitted(tmp_path, texts | {"right": ROUTES_LIKE_US}), [TINY], least)
@@ -325,21 +330,8 @@ def test_who_is_wrong_is_told_by_name_and_loses_only_itself(tmp_path):
     assert found.out.keys() == WRONG.keys()
 
 
-def test_who_does_not_come_to_an_end_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(league_compete, "LIMIT", 1.0)
-    forever = "def routing(seed):\n    while True:\n        pass\n"
-
-    results = compete(
-        submitted(tmp_path, {"forever": forever, "right": ROUTES_LIKE_US}), [TINY], {"tiny": bounds(TINY)}
-    )
-
-    assert [result.why for result in results] == ["no end after 1 s of computing, on 'tiny'", ""]
-
-
 def test_who_is_faster_than_can_be_is_out():
-    least = {"tiny": bounds(TINY) | {"ttft_ms": 1e6}}
-
-    [result] = compete([ENGINES_OWN], [TINY], least)
+    [result] = compete([ENGINES_OWN], [TINY], {"tiny": {"ttft_ms": 1e6}})
 
     assert result.why == "it is faster than can be: read its code"
 
@@ -362,13 +354,13 @@ def test_a_submission_that_reaches_for_more_is_refused_before_it_runs(tmp_path, 
         entrant.make()
 
 
-def test_submissions_are_confined(tmp_path):
+def test_submissions_are_confined(tmp_path, least):
     (tmp_path / "right.py").write_text(ROUTES_LIKE_US)
     [entrant] = read_submissions(tmp_path)
     outside = tmp_path / "outside"
     writes = Entrant("writes", lambda: outside.write_text("x"))
 
-    right, wrong = compete([entrant, writes], [TINY], {"tiny": bounds(TINY)}, are_foreign=True)
+    right, wrong = compete([entrant, writes], [TINY], least, are_foreign=True)
 
     assert right.why == ""
     assert wrong.why.startswith("PermissionError")
@@ -439,7 +431,7 @@ def test_fifo_lets_the_first_go_however_often_it_was_used():
         pytest.param("10.4", "queue", marks=pytest.mark.nightly),
     ],
 )
-def test_an_exercise_plays_as_the_policy_that_it_is(number, like, monkeypatch):
+def test_an_exercise_plays_as_the_policy_that_it_is(number, like, least, monkeypatch):
     exercise = read_engine()[number]
     texts = {"solved": exercise.text, "todo": exercise.fresh}
     entrants = []
@@ -449,7 +441,7 @@ def test_an_exercise_plays_as_the_policy_that_it_is(number, like, monkeypatch):
         )
         entrants.append(replace(of_exercise(number), name=name))
 
-    solved, todo, ours = compete([*entrants, known(like)], [TINY], {"tiny": bounds(TINY)})
+    solved, todo, ours = compete([*entrants, known(like)], [TINY], least)
 
     assert solved.figures == ours.figures != {}
     assert f"lab {number}: " in todo.why and todo.why.endswith("is still TODO")

@@ -37,20 +37,8 @@ def at_0_22_1(path: Path) -> str:
 @pytest.fixture(scope="module")
 def our_names():
     """Every identifier of our sources, and the names of our files."""
-    files = [
-        path
-        for folder in (
-            "minivllm",
-            "labs/kit",
-            "tests",
-            "benchmarks",
-            "examples",
-            "adapters",
-            "deploy",
-            "phases",
-        )
-        for path in (ROOT / folder).rglob("*.py")
-    ]
+    folders = ("minivllm", "labs/kit", "tests", "benchmarks", "examples", "adapters", "deploy", "phases")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
     return words | {path.name for path in files} | {path.stem for path in files}
 
@@ -60,20 +48,15 @@ def sections(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=short)
-def test_a_chapter_has_its_five_parts(path):
-    assert sections(path) == PARTS
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=short)
-def test_a_second_page_has_its_parts_in_order_and_is_one_link_away_in_both_directions(path):
+def test_both_pages_of_a_chapter_have_their_parts_and_a_link_to_the_other(path):
     second = path.with_name("in_vllm.md")
-    last = path.read_text().split("\n## The second page\n")[1]
 
     found = sections(second)
 
+    assert sections(path) == PARTS
     assert found == [part for part in PARTS_IN_VLLM if part in found]
     assert found[0] == "Names and differences"
-    assert "(in_vllm.md)" in last
+    assert "(in_vllm.md)" in path.read_text().split("\n## The second page\n")[1]
     assert "(README.md)" in second.read_text().partition("\n## ")[0]
 
 
@@ -90,20 +73,14 @@ OTHER_VERSIONS = {ROOT / "docs" / "names.md", ROOT / "docs" / "documents.md"}
 
 
 @pytest.mark.parametrize("path", [path for path in pages() if path not in OTHER_VERSIONS], ids=short)
-def test_names_that_are_cited_exist(path, our_names):
+def test_names_and_files_of_vllm_that_are_cited_exist(path, our_names):
     known = our_names | VLLM["names"] | set(dir(torch)) | set(dir(torch.Tensor))
-    tokens = [token for token in cited(at_0_22_1(path)) if looks_like_a_name(token)]
+    tokens = cited(at_0_22_1(path))
+    names = [token for token in tokens if looks_like_a_name(token)]
+    files = {token.rstrip("/") for token in tokens if PATH.fullmatch(token)}
 
-    missing = {token for token in tokens if not set(parts_of(token)) <= known and not (ROOT / token).exists()}
-
-    assert missing == set()
-
-
-@pytest.mark.parametrize("path", [path for path in pages() if path not in OTHER_VERSIONS], ids=short)
-def test_files_of_vllm_that_are_cited_exist(path):
-    paths = {token.rstrip("/") for token in cited(at_0_22_1(path)) if PATH.fullmatch(token)}
-
-    assert paths - VLLM["paths"] == set()
+    assert [n for n in names if not set(parts_of(n)) <= known and not (ROOT / n).exists()] == []
+    assert files - VLLM["paths"] == set()
 
 
 @pytest.mark.parametrize("path", pages(), ids=short)

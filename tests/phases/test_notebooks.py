@@ -19,22 +19,20 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
-def test_every_code_cell_has_an_output_and_some_a_picture(path):
+def of_notebooks(paths):
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.parent.name)
+
+
+@of_notebooks(NOTEBOOKS)
+def test_every_code_cell_has_an_output_and_some_a_picture_which_none_draws_by_itself(path):
     cells = code_cells(nbformat.read(path, as_version=4))
 
     assert [cell.source for cell in cells if not cell.outputs] == []
     assert any(map(has_picture, cells))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
-def test_no_cell_draws_by_itself(path):
-    cells = code_cells(nbformat.read(path, as_version=4))
-
     assert [cell.source for cell in cells if re.search(r"matplotlib|\bplt\.|\.imshow\(", cell.source)] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS[1:11], ids=lambda path: path.parent.name)
+@of_notebooks(NOTEBOOKS[1:11])
 def test_readers_write_twice_and_are_told_right_after_what_is_missing(path):
     cells = nbformat.read(path, as_version=4).cells
     turns = [
@@ -67,13 +65,13 @@ AGAIN = of_night(NOTEBOOKS, 3)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p not in AGAIN], ids=lambda path: path.parent.name)
+@of_notebooks([path for path in NOTEBOOKS if path not in AGAIN])
 def test_so_it_does_for_all(path):
     assert_as_committed(path, execute(path))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", AGAIN, ids=lambda path: path.parent.name)
+@of_notebooks(AGAIN)
 def test_cells_can_be_run_again_after_others_and_from_the_top(path):
     fresh, wrong = execute_again(path)
 

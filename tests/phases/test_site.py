@@ -26,20 +26,8 @@ def test_the_reference_names_modules_that_exist_each_once():
 
 @pytest.mark.nightly
 def test_the_site_builds_without_a_warning_or_a_dead_link_and_folds_its_answers(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        "-c",
-        "docs",
-        ".",
-        str(tmp_path),
-    ]
+    options = ("-q", "-W", "--keep-going", "-b", "html", "-c", "docs")
+    command = [sys.executable, "-m", "sphinx", *options, ".", str(tmp_path)]
 
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
