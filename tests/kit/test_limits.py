@@ -1,5 +1,6 @@
 """A learner's code that gets out of its tests, or never out of them, has failed, and the message says where."""
 
+import os
 import select
 import subprocess
 import sys
@@ -9,10 +10,8 @@ from checkout import judged
 
 from labs.kit import limits
 from labs.kit.forks import Job
-from labs.kit.forks import test_files as files_of
 from labs.kit.limits import Use, Watch, limit_of
 from labs.kit.overlay import Source
-from labs.kit.plugin import MEANING
 from labs.kit.regions import ROOT, read_engine
 
 # What stands first in the body of 3.4, and what is said of it.
@@ -23,7 +22,6 @@ LEAVES = {
     "import pytest; pytest.exit('easy', 0)": "Exit: easy",
     "raise KeyboardInterrupt": "KeyboardInterrupt: ",
     "import os; os.fork()": "it starts a process, which no exercise asks for",
-    "held = bytearray(5 << 30)": f"MemoryError: {MEANING[MemoryError]}",
 }
 STAYS = {
     "while True: pass": "computing",
@@ -34,6 +32,9 @@ STUBBORN = "while True:\n    try:\n        while True: pass  # here\n    except:
 # Each starts one and waits, so that they grow for ever and the machine has no more than one of them to run.
 CHAIN = "import ctypes, time\nwhile not ctypes.CDLL(None).fork(): pass\ntime.sleep(1000)"
 FIRST = "    runs: list[tuple[int, slice]] = []\n"
+
+
+CALLS = "from minivllm.lora.mapping import compute_runs\n\ndef test_it(): assert compute_runs([]) == []\n"
 
 
 def answers(folder, bodies):
@@ -48,13 +49,15 @@ def answers(folder, bodies):
     return paths, 1 + text[: text.index(FIRST)].count("\n")
 
 
-def run(paths, tests=(), **options):
-    """(results, trouble, passed) of every answer, in their order."""
-    names = frozenset(() if tests else ["test_runs_are_neighbours_with_one_slot"])
+def run(paths, *tests, **options):
+    """(results, trouble, passed) of every answer, in their order.   tests: of their files; none: one that calls 3.4"""
+    folder = paths[0].parent
+    for n, text in enumerate(tests or [CALLS]):
+        (folder / f"test_{n}.py").write_text(text)
     jobs = []
     for path in paths:
         sources = {"minivllm.lora.mapping": Source(str(path), path.read_text())}
-        jobs.append(Job(path, "3.4", sources, files=(*tests,) or (*files_of("3.4"),), names=names))
+        jobs.append(Job(path, "3.4", sources, files=tuple(sorted(folder.glob("test_*.py")))))
     said = {
         job.key: (
             [(r.test.partition("::")[2], r.outcome, r.message, r.place) for r in outcome.results],
@@ -70,9 +73,8 @@ def test_what_leaves_a_test_has_failed_it_where_it_left(tmp_path):
     paths, line = answers(tmp_path, LEAVES)
 
     for path, said, (results, trouble, passed) in zip(paths, LEAVES.values(), run(paths), strict=True):
-        [(outcome, message, place)] = {tuple(result[1:]) for result in results}
-        assert (outcome, message, trouble, passed) == ("failed", said, None, False)
-        assert place.endswith(f"/{path.name}:{line}")
+        place = f"{os.path.relpath(path, ROOT)}:{line}"
+        assert (results, trouble, passed) == ([("test_it", "failed", said, place)], None, False)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +86,9 @@ def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path, bodie
     paths, line = answers(tmp_path, bodies)
 
     for path, body, (results, trouble, passed) in zip(paths, bodies, run(paths, limit=2), strict=True):
-        [(_, outcome, message, place)] = results
-        assert (outcome, message) == ("failed", f"no end after 2 s of {bodies[body]}")
-        assert (trouble, passed) == (None, False)
-        assert place.endswith(f"/{path.name}:{line + 2 * (body == STUBBORN)}")
+        said = f"no end after 2 s of {bodies[body]}"
+        place = f"{os.path.relpath(path, ROOT)}:{line + 2 * (body == STUBBORN)}"
+        assert (results, trouble, passed) == ([("test_it", "failed", said, place)], None, False)
 
 
 def test_processes_that_start_processes_are_all_ended(tmp_path):
@@ -99,20 +100,41 @@ def test_processes_that_start_processes_are_all_ended(tmp_path):
     assert results[0][1:3] == ("failed", "it started more than 64 processes")
 
 
+SKIPS = """
+import pytest
+from minivllm.lora import mapping
+
+def test_first(): pass
+
+@pytest.mark.skipif(hasattr(mapping, 'EASY'), reason='it is easy')
+def test_marked(): pass
+
+@pytest.mark.skipif(True, reason='no GPU')
+def test_usual(): pass
+
+@pytest.mark.xfail(hasattr(mapping, 'EASY'), reason='hard')
+def test_expected(): assert not hasattr(mapping, 'EASY')
+"""
+ENDS = """
+import pytest
+from minivllm.lora import mapping
+
+@pytest.fixture(autouse=True)
+def session(request):
+    mapping.session = request.session
+
+def test_first(): mapping.leave()
+
+def test_second(): assert False
+"""
+
+
 def test_a_test_that_is_skipped_has_failed_unless_our_code_skips_it(tmp_path):
     """The learner's code puts a mark on it, or changes what it asks; ours is run on the same tests to tell."""
-    (tmp_path / "test_skips.py").write_text(
-        "import pytest\nfrom minivllm.lora import mapping\n\n"
-        "def test_first(): pass\n\n"
-        "@pytest.mark.skipif(hasattr(mapping, 'EASY'), reason='it is easy')\ndef test_marked(): pass\n\n"
-        "@pytest.mark.skipif(True, reason='no GPU')\ndef test_usual(): pass\n\n"
-        "@pytest.mark.xfail(hasattr(mapping, 'EASY'), reason='hard')\n"
-        "def test_expected(): assert not hasattr(mapping, 'EASY')\n"
-    )
     [easy, honest], _ = answers(tmp_path, ["pass", "pass"])
     easy.write_text(easy.read_text() + "\nEASY = True\n")
 
-    [skipped, _, skipped_passed], [usual, _, usual_passed] = run([easy, honest], [tmp_path / "test_skips.py"])
+    [skipped, _, skipped_passed], [usual, _, usual_passed] = run([easy, honest], SKIPS)
 
     assert [result[:3] for result in skipped] == [
         ("test_first", "passed", ""),
@@ -125,12 +147,10 @@ def test_a_test_that_is_skipped_has_failed_unless_our_code_skips_it(tmp_path):
 
 
 def test_a_file_of_tests_that_is_left_out_has_failed_too(tmp_path):
-    (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
-    (tmp_path / "test_other.py").write_text("import minivllm.lora.mapping\n\ndef test_other(): pass\n")
     [path], _ = answers(tmp_path, ["pass"])
     path.write_text("import unittest\nraise unittest.SkipTest('easy')\n")
 
-    [(results, _, passed)] = run([path], [tmp_path / "test_one.py", tmp_path / "test_other.py"])
+    [(results, _, passed)] = run([path], "def test_one(): pass\n", CALLS)
 
     assert not passed
     why = "it was skipped, which it is not on our code: unittest.case.SkipTest: easy"
@@ -138,15 +158,10 @@ def test_a_file_of_tests_that_is_left_out_has_failed_too(tmp_path):
 
 
 def test_an_end_before_all_tests_were_run_is_no_pass(tmp_path):
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\nfrom minivllm.lora import mapping\n\n"
-        "@pytest.fixture(autouse=True)\ndef session(request):\n    mapping.session = request.session\n\n"
-        "def test_first(): mapping.leave()\n\ndef test_second(): assert False\n"
-    )
     [path], _ = answers(tmp_path, ["pass"])
     path.write_text(path.read_text() + "\n\ndef leave():\n    session.shouldstop = 'done'\n")
 
-    [(results, trouble, passed)] = run([path], [tmp_path / "test_it.py"])
+    [(results, trouble, passed)] = run([path], ENDS)
 
     assert [result[1:3] for result in results] == [("passed", "")]
     assert (trouble, passed) == ("the tests ended before test_second was done", False)
@@ -162,7 +177,7 @@ def test_tests_may_take_a_multiple_of_what_our_code_takes(usual, limit):
 @pytest.mark.nightly
 def test_how_long_our_code_takes_is_found_out_for_a_job_that_is_late(tmp_path):
     """Twice as long as the least limit: more than our code needs is not enough, and less than its multiple is."""
-    (tmp_path / "test_slow.py").write_text(
+    slow = (
         "import time\nfrom minivllm.lora import mapping\n\n"
         "def test_slow():\n"
         "    until = time.process_time() + 1 + 3 * hasattr(mapping, 'SLOW')\n"
@@ -171,7 +186,7 @@ def test_how_long_our_code_takes_is_found_out_for_a_job_that_is_late(tmp_path):
     [path], _ = answers(tmp_path, ["pass"])
     path.write_text(path.read_text() + "\nSLOW = True\n")
 
-    [(results, trouble, passed)] = run([path], [tmp_path / "test_slow.py"], settings={"ASK": 0.5, "MOST": 3})
+    [(results, trouble, passed)] = run([path], slow, settings={"ASK": 0.5, "MOST": 3})
 
     assert (results, trouble, passed) == ([("test_slow", "passed", "", None)], None, True)
 
@@ -192,21 +207,19 @@ def watch(monkeypatch):
     return look
 
 
-def test_whoever_has_computed_for_too_long_is_late(watch):
-    assert watch((9.9, 0), (10.1, 0)) == [None, "computing"]
-
-
-def test_whoever_computes_nothing_is_late_after_as_long(watch):
-    assert watch(*[(0.3, 0)] * 11) == [None] * 10 + ["waiting"]
-
-
-def test_whoever_stands_in_line_for_a_core_is_not_late(watch):
-    """On a busy machine: a hundredth of a core for each of a hundred programs."""
-    assert watch(*[(0.01 * n, 0.99 * n) for n in range(200)]) == [None] * 200
-
-
-def test_whoever_computes_a_little_now_and_then_is_late_in_the_end(watch):
-    assert watch(*[(0.1 * n, 0) for n in range(31)]) == [None] * 30 + ["waiting"]
+@pytest.mark.parametrize(
+    ("uses", "said"),
+    [
+        ([(9.9, 0), (10.1, 0)], [None, "computing"]),
+        ([(0.3, 0)] * 11, [None] * 10 + ["waiting"]),
+        # On a busy machine: a hundredth of a core for each of a hundred programs.
+        ([(0.01 * n, 0.99 * n) for n in range(200)], [None] * 200),
+        ([(0.1 * n, 0) for n in range(31)], [None] * 30 + ["waiting"]),
+    ],
+    ids=["it computes too long", "it computes nothing", "it stands in line for a core", "a little at times"],
+)
+def test_whoever_computes_for_too_long_or_waits_for_what_never_comes_is_late(watch, uses, said):
+    assert watch(*uses) == said
 
 
 def test_what_processes_of_a_session_use_is_counted_together():
