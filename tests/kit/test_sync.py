@@ -20,18 +20,15 @@ def shrink():
 
 # endregion
 '''
-STARTER = "labs/03_cpu_punica/ops.py"
+STARTER, MODULE = "labs/03_cpu_punica/ops.py", "minivllm/ops.py"
+STARTERS, SOLUTION = "labs/starters.json", "solutions/03_cpu_punica/README.md"
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A small one, synchronised."""
-    write(tmp_path, "minivllm/ops.py", ENGINE.format(1))
-    write(
-        tmp_path,
-        "solutions/03_cpu_punica/README.md",
-        "# Three\n<!-- code: lab 3.2 -->\n<!-- /code -->\nWhy.\n",
-    )
+    write(tmp_path, MODULE, ENGINE.format(1))
+    write(tmp_path, SOLUTION, "# Three\n<!-- code: lab 3.2 -->\n<!-- /code -->\nWhy.\n")
     sync(tmp_path)
     return tmp_path
 
@@ -45,10 +42,10 @@ def test_a_starter_its_hash_and_the_code_of_a_solution_are_written(checkout):
     starter = (checkout / STARTER).read_text()
 
     assert 'raise Todo("lab 3.2: shrink")' in starter
-    assert json.loads((checkout / "labs/starters.json").read_text()) == {
+    assert json.loads((checkout / STARTERS).read_text()) == {
         "03_cpu_punica/ops.py": {"module": "minivllm.ops", "sha256": sha256(starter)}
     }
-    assert (checkout / "solutions/03_cpu_punica/README.md").read_text() == (
+    assert (checkout / SOLUTION).read_text() == (
         "# Three\n<!-- code: lab 3.2 -->\n```python\ndef shrink():\n    return 1\n```\n<!-- /code -->\nWhy.\n"
     )
 
@@ -71,58 +68,43 @@ def test_a_chapter_that_shows_an_exercise_that_is_gone_is_refused(checkout):
         sync(checkout)
 
 
-def test_a_second_time_there_is_nothing_to_do(checkout):
-    assert sync(checkout) == ([], [])
+OTHER_IMPORT = ENGINE.format(1).replace("import os", "import sys")
+# What has changed -> the files, what is out of date by that, and what the starter has in the end; None: it is gone.
+CHANGED = {
+    "nothing": ({}, [], "import os"),
+    "what is around an exercise": ({MODULE: OTHER_IMPORT}, [STARTER, STARTERS], "import sys"),
+    "the code of an exercise": ({MODULE: ENGINE.format(2)}, [SOLUTION], "import os"),
+    "a module has no exercise any more": ({MODULE: "", SOLUTION: ""}, [STARTER, STARTERS], None),
+    "a starter is gone": ({STARTER: None}, [STARTER], "import os"),
+    "a starter is a learner's work": ({STARTER: "solved"}, [], "solved"),
+    "and the module is another": ({STARTER: "solved", MODULE: OTHER_IMPORT}, [STARTERS], "solved"),
+}
 
 
-def test_a_starter_follows_the_engine(checkout):
-    write(checkout, "minivllm/ops.py", ENGINE.format(1).replace("import os", "import sys"))
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_is_out_of_date_is_named_by_looking_and_then_written_but_for_a_learners_work(checkout, what):
+    files, stale, has = CHANGED[what]
+    for name, text in files.items():
+        if text is None:
+            (checkout / name).unlink()
+        else:
+            write(checkout, name, text)
+    before = files_of(checkout)
 
-    stale, left_alone = sync(checkout)
+    looked, _ = sync(checkout, write=False)
+    unchanged = files_of(checkout)
+    written, left_alone = sync(checkout)
 
-    assert (stale, left_alone) == ([STARTER, "labs/starters.json"], [])
-    assert "import sys" in (checkout / STARTER).read_text()
-
-
-def test_looking_writes_nothing(checkout):
-    write(checkout, "minivllm/ops.py", ENGINE.format(2))
-
-    stale, _ = sync(checkout, write=False)
-
-    assert stale == ["solutions/03_cpu_punica/README.md"]
-    assert "return 1" in (checkout / stale[0]).read_text()
-
-
-def test_a_learners_work_is_never_overwritten(checkout):
-    mine = (checkout / STARTER).read_text().replace('raise Todo("lab 3.2: shrink")', "return 3")
-    write(checkout, STARTER, mine)
-    write(checkout, "minivllm/ops.py", ENGINE.format(1).replace("import os", "import sys"))
-
-    stale, left_alone = sync(checkout)
-
-    assert stale == ["labs/starters.json"]
-    assert left_alone == [f"{STARTER} is not as it was generated: somebody's work, left as it is"]
-    assert (checkout / STARTER).read_text() == mine
+    assert (looked, unchanged, written) == (stale, before, stale)
+    starter = files_of(checkout).get(STARTER)
+    assert starter is None if has is None else has in starter
+    work = [f"{STARTER} is not as it was generated: somebody's work, left as it is"]
+    assert left_alone == (work if has == "solved" else [])
+    assert sync(checkout)[0] == []
 
 
-def test_a_learners_work_is_nothing_out_of_date(checkout):
-    write(checkout, STARTER, "solved")
-
-    assert sync(checkout, write=False)[0] == []
-
-
-def test_a_starter_that_was_deleted_comes_back(checkout):
-    (checkout / STARTER).unlink()
-
-    assert sync(checkout)[0] == [STARTER]
-
-
-def test_the_starter_of_a_module_without_regions_goes(checkout):
-    write(checkout, "minivllm/ops.py", "")
-    write(checkout, "solutions/03_cpu_punica/README.md", "")
-
-    assert sync(checkout)[0] == [STARTER, "labs/starters.json"]
-    assert not (checkout / STARTER).exists()
+def files_of(root):
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.*")}
 
 
 @pytest.mark.parametrize(
@@ -138,20 +120,20 @@ def test_the_starter_of_a_module_without_regions_goes(checkout):
     ],
 )
 def test_code_blocks_that_cannot_be_filled_are_refused(checkout, document, problem):
-    write(checkout, "solutions/03_cpu_punica/README.md", document)
+    write(checkout, SOLUTION, document)
 
     with pytest.raises(LabError, match=f"^solutions/03_cpu_punica/README.md: .*{problem}"):
         sync(checkout)
 
 
 def test_nothing_is_written_when_anything_is_wrong(checkout):
-    write(checkout, "minivllm/ops.py", ENGINE.format(2))
+    write(checkout, MODULE, ENGINE.format(2))
     write(checkout, "solutions/04_triton_sgmv/README.md", "<!-- code: lab 3.9 -->\n<!-- /code -->\n")
 
     with pytest.raises(LabError):
         sync(checkout)
 
-    assert "return 1" in (checkout / "solutions/03_cpu_punica/README.md").read_text()
+    assert "return 1" in (checkout / SOLUTION).read_text()
 
 
 def test_no_comment_of_an_answer_is_left_above_a_stub():
