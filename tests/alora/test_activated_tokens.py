@@ -26,9 +26,9 @@ def test_are_those_of_peft_in_a_batch_with_all_others(tmp_path_factory, setting)
     world = activated_world(tmp_path_factory, VARIANTS[number % 2])
     engine = world.engine(**{"num_kv_blocks": 120, **SETTINGS[setting]})
 
-    asked = serve(world, engine, random.Random(setting), 40)
+    asked = serve(world, engine, random.Random(setting), 25)
 
-    assert world.check_answers(asked) > 150
+    assert world.check_answers(asked) > 90
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Where an adapter begins in a prompt, by PEFT's own function; and which configs and adapters are refused by name."""
 
 import random
+import shutil
 
 import pytest
 from activated_world import activated_world
@@ -30,50 +31,34 @@ def test_it_is_where_peft_finds_the_tokens_last():
         assert start_of_last(tuple(tokens), prompt) == starts_in_peft(tokens, prompt), (tokens, prompt)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "prompt", "start"),
-    [((5,), [5, 1, 5, 2], 2), ((5, 6), [5, 6, 9, 5], 0), ((5, 5), [5, 5, 5], 1), ((5, 6), [6, 5], NEVER)],
-)
-def test_it_is_found_on_paper(tokens, prompt, start):
-    assert start_of_last(tokens, prompt) == start
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return activated_world(tmp_path_factory)
 
 
-@pytest.fixture
-def adapter(world, tmp_path):
-    """A copy of a sound adapter's folder, to be changed."""
-    import shutil
-
-    return shutil.copytree(world.path("one"), tmp_path / "adapter")
-
-
-@pytest.mark.parametrize(
-    "tokens", [[], [1.0], ["7"], [True], [-1], [2**40], [[7]], 7, "7", {"7": 7}, [7] * 1025]
-)
-def test_tokens_that_are_no_list_of_ids_are_refused(world, adapter, tokens):
-    change_json(adapter / "adapter_config.json", alora_invocation_tokens=tokens)
-
-    with pytest.raises(ValueError, match="alora_invocation_tokens must be a list of 1 to 1024 token ids"):
-        world.engine().add_request("r", [3], greedy(1), lora_request=LoRARequest("bad", 9, str(adapter)))
+NO_IDS = ([], [1.0], ["7"], [True], [-1], [2**40], [[7]], 7, "7", {"7": 7}, [7] * 1025)
+REFUSED = [
+    *(
+        ({"alora_invocation_tokens": tokens}, "alora_invocation_tokens must be a list of 1 to 1024 token ids")
+        for tokens in NO_IDS
+    ),
+    ({"alora_invocation_tokens": [7, 97]}, r"has \[97\], but the model's vocabulary has 97 tokens"),
+    # What PEFT does not combine it with.
+    ({"use_dora": True}, "aLoRA .* is not supported with use_dora"),
+    ({"target_parameters": ["experts"]}, "aLoRA .* is not supported with target_parameters"),
+    # Rows of the base model have its positions, and those of the adapter others: nobody trains so.
+    ({"context_length": 512}, "not supported with scaling_factor"),
+]
 
 
-def test_tokens_that_the_model_does_not_have_are_refused(world, adapter):
-    change_json(adapter / "adapter_config.json", alora_invocation_tokens=[7, 97])
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_an_adapter_that_makes_no_sense_is_refused_by_name(world, tmp_path, changes, message):
+    folder = shutil.copytree(world.path("one"), tmp_path / "adapter")
+    change_json(folder / "adapter_config.json", **changes)
+    engine = world.engine(long_lora_scaling_factors=(2.0,))
 
-    with pytest.raises(ValueError, match=r"has \[97\], but the model's vocabulary has 97 tokens"):
-        world.engine().add_lora(LoRARequest("bad", 9, str(adapter)))
-
-
-@pytest.mark.parametrize("field", [{"use_dora": True}, {"target_parameters": ["experts"]}])
-def test_what_peft_does_not_combine_it_with_is_refused(world, adapter, field):
-    change_json(adapter / "adapter_config.json", **field)
-
-    with pytest.raises(ValueError, match=f"aLoRA .* is not supported with {next(iter(field))}"):
-        world.engine().add_lora(LoRARequest("bad", 9, str(adapter)))
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("r", [3], greedy(1), lora_request=LoRARequest("bad", 9, str(folder)))
 
 
 def test_peft_does_not_adapt_embeddings_so_and_neither_does_the_engine(world, tmp_path):
@@ -93,11 +78,3 @@ def test_peft_does_not_adapt_embeddings_so_and_neither_does_the_engine(world, tm
         ValueError, match=r"linears only, and model\.embed_tokens is a VocabParallelEmbedding"
     ):
         world.engine().add_lora(LoRARequest("bad", 9, str(folder)))
-
-
-def test_an_adapter_with_a_longer_context_is_refused(world, adapter):
-    """Rows of the base model have its positions, and those of the adapter others: nobody trains so."""
-    change_json(adapter / "adapter_config.json", context_length=512)
-
-    with pytest.raises(ValueError, match="not supported with scaling_factor"):
-        world.engine(long_lora_scaling_factors=(2.0,)).add_lora(LoRARequest("bad", 9, str(adapter)))

@@ -149,44 +149,46 @@ def test_the_core_by_itself_refuses_them_whatever_the_option(llama, folder):
         PEFTHelper.from_local_dir(str(folder)).validate_legal(engine.config.lora_config)
 
 
-@pytest.mark.parametrize("value", ["true", 1, [True]])
-def test_a_field_that_is_neither_true_nor_false_is_refused(llama, folder, value):
-    change_json(folder / "adapter_config.json", use_dora=value)
-
-    refused(llama, folder, "use_dora must be true or false")
-
-
-@pytest.mark.parametrize("field", ["lora_bias", "target_parameters"])
-def test_what_peft_does_not_combine_it_with_is_refused(llama, folder, field):
-    change_json(folder / "adapter_config.json", **{field: True if field == "lora_bias" else ["experts"]})
-
-    refused(llama, folder, f"DoRA .* is not supported with {field}", bias_enabled=True)
+CONFIGS = [
+    *(({"use_dora": value}, "use_dora must be true or false") for value in ("true", 1, [True])),
+    ({"lora_bias": True}, "DoRA .* is not supported with lora_bias"),  # what PEFT does not combine it with
+    ({"target_parameters": ["experts"]}, "DoRA .* is not supported with target_parameters"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({MAGNITUDE: torch.ones(47)}, r"q_proj has lora_magnitude_vector \(47,\), expected \(48,\)"),
-        ({MAGNITUDE: torch.ones(48, 1)}, r"lora_magnitude_vector must be one vector.*\(48, 1\)"),
-        ({MAGNITUDE: torch.ones(48).int()}, "lora_magnitude_vector must be one vector of floats.*int32"),
-        ({MAGNITUDE: None}, "q_proj has no lora_magnitude_vector, though adapter_config.json says use_dora"),
-        ({MAGNITUDE.replace("q_proj", "k_proj"): torch.ones(24)}, "k_proj has .* but not lora_A"),
-    ],
-    ids=["another width", "a matrix", "integers", "none", "alone"],
-)
-def test_a_magnitude_that_does_not_fit_is_refused_by_name(llama, folder, changes, message):
-    edit(folder, **changes)
+@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=str)
+def test_a_config_that_makes_no_sense_is_refused_by_name(llama, folder, changes, message):
+    change_json(folder / "adapter_config.json", **changes)
+
+    refused(llama, folder, message, bias_enabled=True)
+
+
+MAGNITUDES = {
+    "another width": (torch.ones(47), r"q_proj has lora_magnitude_vector \(47,\), expected \(48,\)"),
+    "a matrix": (torch.ones(48, 1), r"lora_magnitude_vector must be one vector.*\(48, 1\)"),
+    "integers": (torch.ones(48).int(), "lora_magnitude_vector must be one vector of floats.*int32"),
+    "none": (None, "q_proj has no lora_magnitude_vector, though adapter_config.json says use_dora"),
+}
+
+
+@pytest.mark.parametrize(("magnitude", "message"), MAGNITUDES.values(), ids=MAGNITUDES)
+def test_a_magnitude_that_does_not_fit_is_refused_by_name(llama, folder, magnitude, message):
+    edit(folder, **{MAGNITUDE: magnitude})
 
     refused(llama, folder, message)
+
+
+def test_a_magnitude_without_a_and_b_is_refused_by_name(llama, folder):
+    edit(folder, **{MAGNITUDE.replace("q_proj", "k_proj"): torch.ones(24)})
+
+    refused(llama, folder, "k_proj has .* but not lora_A")
 
 
 def test_a_magnitude_of_no_number_ends_the_request_that_asked_for_it(llama, folder):
     edit(folder, **{MAGNITUDE: torch.full((48,), float("nan"))})
     engine = llama.engine(enable_dora=True)
 
-    with pytest.raises(
-        ValueError, match="q_proj has lora_magnitude_vector with numbers that are NaN or infinite"
-    ):
+    with pytest.raises(ValueError, match="q_proj has lora_magnitude_vector with numbers that are NaN or inf"):
         engine.add_lora(llama.request("dora qv", lora_path=str(folder)))
 
     assert engine.list_loras() == set()
@@ -196,12 +198,9 @@ def test_a_magnitude_of_no_number_ends_the_request_that_asked_for_it(llama, fold
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
 def test_embeddings_and_the_head_are_refused_by_name(llama, tmp_path, module):
     config = {"r": 2, "target_modules": ["q_proj", module], "use_dora": True}
+    folder = save_adapter(tmp_path / "ends", llama.base, 0, **config)
 
-    refused(
-        llama,
-        save_adapter(tmp_path / "ends", llama.base, 0, **config),
-        f"{module} is no linear inside the model",
-    )
+    refused(llama, folder, f"{module} is no linear inside the model")
 
 
 def test_ranks_that_share_a_model_are_refused_by_name(llama):

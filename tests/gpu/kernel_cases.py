@@ -471,7 +471,7 @@ def contexts(query_lens, seq_lens, heads, block_size):
 
 
 def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=4096, padding=1):
-    """padding: requests more than there are"""
+    """padding: requests more than there are   max_seq_len: None = of the longest"""
     batch = contexts([1] * len(seq_lens), seq_lens, heads, block_size)
     count, widest = len(seq_lens) + padding, max(map(len, batch.tables))
     tables = torch.full((count, widest), 10**9, dtype=torch.int32)
@@ -486,7 +486,14 @@ def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=409
     with sanitizer.watching():
         tiles = guarded_ints(single_tokens(range(count), [*seq_lens, *[0] * padding]))
         attention.paged_attention(
-            q.view, batch.kv_cache, tiles, 1, guarded_ints(tables), max_seq_len, SCALE, out.view
+            q.view,
+            batch.kv_cache,
+            tiles,
+            1,
+            guarded_ints(tables),
+            max_seq_len or max(seq_lens),
+            SCALE,
+            out.view,
         )
     out = out.view
 
@@ -558,12 +565,15 @@ def norms(sanitizer, rows, size):
 
 
 def silu(sanitizer, rows, width):
-    gate_up = guard(random(rows, 2 * width), row_gap=3)
+    """Gates of 90 and -90: exp(90) is no float32, and the kernel knows what 1 over infinity is."""
+    values = random(rows, 2 * width)
+    values[0, width - 1], values[0, 0] = 90.0, -90.0
+    gate_up = guard(values, row_gap=3)
 
     with sanitizer.watching():
         out = activation.silu_and_mul(gate_up.view)
 
-    gate, up = random(rows, 2 * width).double().chunk(2, dim=1)
+    gate, up = values.double().chunk(2, dim=1)
     assert_close(out, torch.nn.functional.silu(gate) * up)
     gate_up.assert_written_only_where(torch.tensor(False))
     return out

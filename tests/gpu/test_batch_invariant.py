@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_elastic_slots import CrowdedWorld
 
 from minivllm import SamplingParams
 from minivllm.config import ModelConfig, check_one_order
@@ -54,10 +53,8 @@ def rows_in_order(monkeypatch):
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_a_linear_is_that_of_float64(tiles, bias, dtype):
-    x, weight = (
-        Guarded(random(70, 150, seed=1, dtype=dtype), device=DEVICE),
-        random(75, 150, seed=2, dtype=dtype),
-    )
+    x = Guarded(random(70, 150, seed=1, dtype=dtype), device=DEVICE)
+    weight = random(75, 150, seed=2, dtype=dtype)
     bias = random(75, seed=3, dtype=dtype) if bias else None
 
     y = invariant_linear(x.view, weight.to(DEVICE), bias if bias is None else bias.to(DEVICE), tiles)
@@ -69,10 +66,8 @@ def test_a_linear_is_that_of_float64(tiles, bias, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_a_linear_has_the_same_bits_among_any_number_of_rows(dtype):
-    x, weight = (
-        random(600, 200, seed=4, dtype=dtype).to(DEVICE),
-        random(96, 200, seed=5, dtype=dtype).to(DEVICE),
-    )
+    x = random(600, 200, seed=4, dtype=dtype).to(DEVICE)
+    weight = random(96, 200, seed=5, dtype=dtype).to(DEVICE)
 
     whole = invariant_linear(x, weight, tiles=TILES[0])
 
@@ -93,9 +88,7 @@ def test_every_tiling_of_a_linear_gives_the_same_bits(shape, dtype):
 
     assert all(torch.equal(first, other) for other in (*others, invariant_linear(x, weight)))
     assert torch.equal(alone, first[5:6])
-    if (
-        k == 14336
-    ):  # where a library changes its order with the number of rows, so that there is something to see
+    if k == 14336:  # where a library changes its order with the number of rows: there is something to see
         assert not torch.equal(F.linear(x[5:6], weight), F.linear(x, weight)[5:6])
 
 
@@ -136,13 +129,8 @@ def shrunk_and_expanded(make_backend, x, adapters):
 # ---- the engine ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return CrowdedWorld(tmp_path_factory.mktemp("invariant") / "world")
-
-
 def invariant_engine(world, graphs=False, **options):
-    options = {"max_loras": None, "batch_invariant": True, "max_cpu_loras": 12, "max_num_seqs": 6, **options}
+    options = {"max_loras": None, "batch_invariant": True, "max_num_seqs": 6, **options}
     engine = world.engine(**{"dtype": "float32", "device": DEVICE, **options})
     if graphs:
         graph_steps(engine.runner)
@@ -164,12 +152,6 @@ def all_logits(engine):
     return {request_id: torch.stack(found) for request_id, found in rows.items()}, outputs
 
 
-def logits_of(engine, watched):
-    """The same of one of them."""
-    logits, outputs = all_logits(engine)
-    return logits[watched], outputs
-
-
 def add(engine, world, requests):
     for request_id, name, prompt, answer in requests:
         engine.add_request(
@@ -177,28 +159,27 @@ def add(engine, world, requests):
         )
 
 
-OTHERS = [("long", "all", 17, 4), ("base", None, 5, 6), ("short", "rank-9-3", 3, 2), ("mlp", "mlp", 9, 3)]
-RARE = pytest.mark.nightly_without_gpu
+OTHERS = [("long", "all", 17, 4), ("base", None, 5, 6), ("short", "patterns", 3, 2), ("mlp", "mlp", 9, 3)]
 
 
-@RARE
+@pytest.mark.nightly_without_gpu
 def test_a_request_has_the_same_bits_in_graphs_alone_and_in_company(world):
     """Without graphs: of all requests, below."""
     alone, company = (invariant_engine(world, True, max_num_batched_tokens=most) for most in (64, 7))
     request = [("watched", "qv", 13, 4)]
 
     add(alone, world, request)
-    by_itself, _ = logits_of(alone, "watched")
+    by_itself, _ = all_logits(alone)
     add(company, world, OTHERS[:2] + request + OTHERS[2:])
-    among_others, outputs = logits_of(company, "watched")
+    among_others, outputs = all_logits(company)
 
-    assert torch.equal(by_itself, among_others)
+    assert torch.equal(by_itself["watched"], among_others["watched"])
     for request_id, adapter, prompt, answer in OTHERS + request:
         expected = world.oracle().greedy(adapter, token_ids(prompt, prompt), answer)
         assert tokens_of(outputs[request_id]) == expected, request_id
 
 
-@RARE
+@pytest.mark.nightly_without_gpu
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whoever_comes_first_and_whatever_a_step_takes_changes_no_bit_of_anybody(world, seed):
     requests = [*OTHERS, ("watched", "qv", 13, 4), ("same", "qv", 8, 3)]
@@ -220,15 +201,15 @@ def test_whoever_comes_first_and_whatever_a_step_takes_changes_no_bit_of_anybody
 
 def test_a_found_prefix_changes_no_bit(world):
     engine = invariant_engine(world)
-    request = ("watched", "qv", 21, 5)
+    request = ("watched", "qv", 9, 3)
 
     add(engine, world, [request])
-    first, _ = logits_of(engine, "watched")
+    first, _ = all_logits(engine)
     add(engine, world, [request])
-    second, outputs = logits_of(engine, "watched")
+    second, outputs = all_logits(engine)
 
-    assert outputs["watched"].num_cached_tokens == 20
-    assert torch.equal(first, second)
+    assert outputs["watched"].num_cached_tokens == 8
+    assert torch.equal(first["watched"], second["watched"])
 
 
 @pytest.mark.nightly_without_gpu
@@ -268,7 +249,7 @@ def test_half_precision_in_graphs_has_the_same_bits_alone_and_in_company(world):
     for others in ([], OTHERS):
         engine = invariant_engine(world, graphs=True, dtype="bfloat16", max_num_batched_tokens=40)
         add(engine, world, [("watched", "qv", 23, 8), *others])
-        logits.append(logits_of(engine, "watched")[0])
+        logits.append(all_logits(engine)[0]["watched"])
 
     assert torch.equal(*logits)
 
@@ -283,19 +264,23 @@ def test_experts_are_refused(tmp_path_factory):
         ModelConfig(str(base), batch_invariant=True)
 
 
-def test_int8_is_refused(world):
-    with pytest.raises(ValueError, match="batch_invariant does not go with quantization 'torchao'"):
-        ModelConfig(str(world.base), batch_invariant=True, quantization="torchao")
-
-
 @pytest.mark.parametrize(
-    "device, size, said", [("cpu", 1, "batch_invariant needs a GPU"), ("cuda", 2, "tensor_parallel_size 2")]
+    ("refused", "said"),
+    [
+        (
+            lambda world: ModelConfig(str(world.base), batch_invariant=True, quantization="torchao"),
+            "batch_invariant does not go with quantization 'torchao'",
+        ),
+        (lambda world: check_one_order("cpu", 1), "batch_invariant needs a GPU"),
+        (lambda world: check_one_order("cuda", 2), "tensor_parallel_size 2"),
+    ],
+    ids=["int8", "a CPU", "two ranks"],
 )
-def test_what_cannot_keep_one_order_is_refused(monkeypatch, device, size, said):
+def test_what_cannot_keep_one_order_is_refused(world, monkeypatch, refused, said):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     with pytest.raises(ValueError, match=said):
-        check_one_order(device, size)
+        refused(world)
 
 
 # ---- tiles of queries ---------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_keys_and_values_take_pages_back_from_idle_adapters(world):
     outputs = run(engine)
     assert_books_agree(engine)
 
-    many = [(f"base-{i}", None, 80, 10) for i in range(6)]
+    many = [(f"base-{i}", None, 80, 2) for i in range(6)]
     add(engine, world, many)
     evictions = engine.trace.summary()["evictions"]
     outputs |= run(engine)

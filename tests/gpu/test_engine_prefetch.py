@@ -42,7 +42,7 @@ def test_a_request_whose_adapter_is_in_memory_joins_when_it_is_in_its_slot(world
 def test_slots_that_change_all_the_time_give_everybody_their_own_tokens(world):
     engine = engine_with_adapters_in_memory(world)
     names = [None, *world.names]
-    wanted = {f"r{i}": (names[i % 5], [5 + i, 6, 7 + i % 3], 3 + i % 4) for i in range(20)}
+    wanted = {f"r{i}": (names[i % 5], [5 + i, 6, 7 + i % 3], 3 + i % 2) for i in range(10)}
     outputs = {}
     for request_id, (name, prompt, tokens) in wanted.items():
         engine.add_request(request_id, prompt, greedy(tokens), lora_request=world.request(name))

@@ -1,11 +1,12 @@
-"""The kernels of norms, activation, rotary and cache write against float64, on strided rows amid NaN."""
+"""The layers on kernels of norms and activation, and rotary with its cache write, against float64 in each dtype.
+
+In float32 `kernel_cases` has them on strided rows amid NaN.
+"""
 
 import pytest
 import torch
 
 from minivllm.gpu.fused import FusedRMSNorm, FusedSiluAndMul
-from minivllm.gpu.kernels.activation import silu_and_mul
-from minivllm.gpu.kernels.norm import fused_add_rms_norm, rms_norm
 from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.norm import RMSNorm
@@ -40,64 +41,7 @@ def rms(x, weight, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 576), (5, 100), (2, 4096), (7, 1)])
-def test_rms_norm_of_strided_rows(dtype, rows, size):
-    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
-    x[0] *= 1e-2
-    guarded = Guarded(x, device=DEVICE)
-
-    actual = rms_norm(guarded.view, weight.to(DEVICE), 1e-3)
-
-    assert actual.is_contiguous()
-    assert_close(actual, rms(x, weight, 1e-3))
-
-
-def test_rms_norm_of_heads_in_place(dtype):
-    x, weight = random(4, 7, 20, dtype=dtype), random(20, dtype=dtype, seed=1)
-    guarded = Guarded(x, device=DEVICE)
-    heads = guarded.view[:, 2:5]  # (4, 3, 20)
-
-    returned = rms_norm(heads, weight.to(DEVICE), 1e-6, out=heads)
-
-    assert returned is heads
-    guarded.assert_intact()
-    assert_close(heads, rms(x[:, 2:5], weight, 1e-6))
-    torch.testing.assert_close(guarded.view[:, [0, 1, 5, 6]].cpu(), x[:, [0, 1, 5, 6]], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 576), (5, 100)])
-def test_fused_add_rms_norm_keeps_the_rounded_sum(dtype, rows, size):
-    x, residual = random(rows, size, dtype=dtype), random(rows, size, dtype=dtype, seed=1, scale=4.0)
-    weight = random(size, dtype=dtype, seed=2)
-    guarded_x, guarded_residual = Guarded(x, device=DEVICE), Guarded(residual, gap=3, device=DEVICE)
-
-    actual = fused_add_rms_norm(guarded_x.view, guarded_residual.view, weight.to(DEVICE), 1e-5)
-
-    total = (x.double() + residual.double()).to(dtype)
-    torch.testing.assert_close(guarded_residual.view.cpu(), total, rtol=0, atol=0)
-    torch.testing.assert_close(guarded_x.view.cpu(), x, rtol=0, atol=0)
-    guarded_residual.assert_intact()
-    assert_close(actual, rms(total, weight, 1e-5))
-
-
-# A gate of -90: exp(90) is no float32, and the kernel knows what 1 over infinity is.
-@pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1536), (5, 100), (2, 1025)])
-def test_silu_and_mul_of_strided_rows(dtype, rows, width):
-    gate_up = random(rows, 2 * width, dtype=dtype, scale=3.0)
-    gate_up[0, 0], gate_up[0, 1] = -90.0, 90.0
-    guarded = Guarded(gate_up, device=DEVICE)
-
-    actual = silu_and_mul(guarded.view)
-
-    gate, up = gate_up.double().chunk(2, dim=1)
-    assert actual.is_contiguous()
-    assert_close(actual, gate * gate.sigmoid() * up)
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "size"), [(4, 2, 64), (9, 3, 80), (2, 2, 96), (6, 1, 128), (3, 1, 20)]
-)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(9, 3, 80), (6, 1, 128)])
 def test_rotary_and_cache(dtype, num_heads, num_kv_heads, size):
     heads = random(5, num_heads + 2 * num_kv_heads, size, dtype=dtype)
     positions = torch.tensor([0, 3, 999, 17, 4])

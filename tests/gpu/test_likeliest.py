@@ -52,16 +52,6 @@ def test_of_equal_numbers_it_is_the_first(rows, width, gap, dtype):
     assert torch.equal(kept.cpu(), logits)
 
 
-@pytest.mark.parametrize("width", [7, 3000])
-def test_a_single_largest_is_found_wherever_it_is(width):
-    places = [0, 1, width // 2, width - 2, width - 1]
-    logits = random_logits(len(places), width, torch.float32, seed=1)
-    for row, place in enumerate(places):
-        logits[row, place] = 40 + row
-
-    assert found(logits)[0] == places
-
-
 def test_rows_that_bar_tokens_or_overflow_have_a_token_too():
     inf = math.inf
     rows = [[-inf, -inf, -3.0], [-inf] * 3, [-0.0, 0.0, -1.0], [1.0, inf, inf], [1.0, math.nan, inf]]

@@ -34,7 +34,7 @@ def filled_buffers(batch, padding):
     return buffers.attention(shape, max_seq_len=4096)
 
 
-def attend(batch, padding=0):
+def attend(batch, padding):
     for row, length in enumerate(batch.seq_lens):
         batch.write(row, 0, length)
     tokens = sum(batch.query_lens) + padding
@@ -49,44 +49,21 @@ def attend(batch, padding=0):
     return out
 
 
-MIXTURES = {
-    "prompts": ([5, 70, 1, 33], [5, 70, 1, 33]),
-    "chunks and decodes": ([1, 40, 1, 7, 1], [130, 100, 1, 71, 64]),
-    "a prefix that was found": ([3, 25], [67, 41]),
+# query and sequence lengths, heads, block size
+STEPS = {
+    "prompts": ([5, 70, 1, 33], [5, 70, 1, 33], (6, 2, 64), 16),
+    "chunks and decodes": ([1, 40, 1, 7, 1], [130, 100, 1, 71, 64], (3, 1, 80), 4),
+    "a prefix that was found": ([3, 25], [67, 41], (20, 1, 32), 16),
+    "more query heads than a tile has rows": ([1, 3], [20, 5], (71, 1, 16), 4),
 }
 
 
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize(
-    ("heads", "block_size"),
-    [((6, 2, 64), 16), ((3, 1, 80), 4), pytest.param((20, 1, 32), 16), ((2, 2, 16), 4)],
-    ids=str,
-)
-def test_every_mixture_equals_the_definition(dtype, heads, block_size, mixture):
-    batch = Batch(*MIXTURES[mixture], dtype, heads, block_size)
+@pytest.mark.parametrize("step", STEPS)
+def test_every_mixture_equals_the_definition_and_padding_gives_zeros(dtype, step):
+    queries, contexts, *of_cache = STEPS[step]
+    batch = Batch(queries, contexts, dtype, *of_cache)
 
-    actual = attend(batch)
+    actual = attend(batch, padding=50)
 
-    assert_close(actual, batch.expected())
-
-
-@pytest.mark.parametrize("padding", [1, 50])
-def test_padding_gives_zeros_and_reads_nothing(dtype, padding):
-    batch = Batch([9, 1], [9, 30], dtype)
-
-    actual = attend(batch, padding)
-
-    zeros = torch.zeros(padding, actual.shape[1], dtype=torch.float64)
+    zeros = torch.zeros(50, actual.shape[1], dtype=torch.float64)
     assert_close(actual, torch.cat((batch.expected(), zeros)))
-
-
-def test_more_query_heads_than_a_tile_has_rows(dtype):
-    batch = Batch([1, 3], [20, 5], dtype, heads=(71, 1, 16))
-
-    assert_close(attend(batch), batch.expected())
-
-
-def test_the_same_step_gives_the_same_bits(dtype):
-    first, second = (attend(Batch([30, 1, 1], [30, 50, 9], dtype)) for _ in range(2))
-
-    assert torch.equal(first, second)

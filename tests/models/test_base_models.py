@@ -77,25 +77,7 @@ def test_whole_prompts_in_one_batch(model, texts, expected):
     assert_same_logits(actual, expected)
 
 
-def test_a_prompt_in_chunks(model, texts, expected):
-    requests = PagedRequests(model, texts[:1])
-
-    actual = requests.run([[(0, n)] for n in (16, 3, 1, 1, 25, 15)])
-
-    assert_same_logits(actual, expected[:1])
-
-
-def test_token_by_token_side_by_side(model, texts, expected):
-    requests = PagedRequests(model, texts)
-
-    actual = requests.run(
-        [[(row, 1) for row, n in enumerate(LENGTHS) if step < n] for step in range(max(LENGTHS))]
-    )
-
-    assert_same_logits(actual, expected)
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_decodes_and_chunks_mixed_in_any_order(model, texts, expected, seed):
     requests = PagedRequests(model, texts, seed=seed)
 

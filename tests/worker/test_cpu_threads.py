@@ -54,22 +54,14 @@ class TestSlowSteps:
 
         assert machine.steps(machine.engine(), 6) == [number] * 6
 
-    def test_neighbours_that_come_cost_one_slow_step(self):
-        machine = Machine(free=4)
-        threads = machine.engine()
-        machine.steps(threads, 50)
-        machine.free = 2
-
-        assert machine.steps(threads, 6) == [4, 2, 2, 2, 2, 2]
-
-    def test_a_summary_names_all_numbers_that_were_used_and_not_that_of_now(self):
+    def test_neighbours_that_come_cost_one_slow_step_and_a_summary_names_all_numbers(self):
         machine = Machine(free=4)
         threads = machine.engine()
         machine.steps(threads, 50)
         before = threads.over_all()
         machine.free = 2
 
-        machine.steps(threads, 6)
+        assert machine.steps(threads, 6) == [4, 2, 2, 2, 2, 2]
 
         assert before == "4 of 4 CPU threads (all that may be used)"
         assert str(threads) == "2 of 4 CPU threads (all that may be used)"
@@ -167,26 +159,21 @@ class TestWhoDecides:
 
         assert self.engine(world, threads=3).debug_info()["threads"] == "3 CPU threads (asked for)"
 
-    def test_the_process_keeps_its_number_and_steps_have_theirs(self, world, four_threads):
+    @pytest.mark.parametrize("in_a_thread", [False, True])
+    def test_the_process_keeps_its_number_and_steps_have_theirs(self, world, four_threads, in_a_thread):
         engine, seen = self.engine(world, threads=2), []
         engine.runner.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
-
         engine.add_request("r", {"prompt_token_ids": token_ids(5, seed=1)}, greedy(3))
-        run(engine)
+
+        if in_a_thread:
+            other = threading.Thread(target=run, args=(engine,))
+            other.start()
+            other.join()
+        else:
+            run(engine)
 
         assert seen == [2, 2, 2]
         assert torch.get_num_threads() == 4
-
-    def test_it_holds_in_whatever_thread_the_engine_is_stepped(self, world, four_threads):
-        engine, seen = self.engine(world, threads=2), []
-        engine.runner.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
-        engine.add_request("r", {"prompt_token_ids": token_ids(5, seed=1)}, greedy(3))
-
-        other = threading.Thread(target=run, args=(engine,))
-        other.start()
-        other.join()
-
-        assert seen == [2, 2, 2]
 
     def test_a_step_that_fails_gives_the_process_its_number_back(self, world, four_threads):
         engine = self.engine(world, threads=2)

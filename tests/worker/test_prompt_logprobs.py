@@ -107,8 +107,12 @@ def test_of_a_prompt_whose_blocks_are_cached_are_computed_anew(llama):
     assert_logprobs(outputs["asks"], llama, "head", wanted=1)
 
 
-def test_survive_a_preemption_and_are_computed_once(llama, monkeypatch):
-    engine = llama.engine(num_kv_blocks=12, max_num_batched_tokens=16, enable_prefix_caching=False)
+def test_survive_a_preemption_and_are_computed_once_in_passes_of_no_more_rows_than_a_step_may_have(
+    llama, monkeypatch
+):
+    """The logits of a whole prompt over a large vocabulary are memory that nobody has counted."""
+    options = {"num_kv_blocks": 12, "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    engine = llama.engine(**options, enable_prefix_caching=False)
     rows, compute = [], engine.runner.model.compute_logits
     monkeypatch.setattr(engine.runner.model, "compute_logits", lambda h: rows.append(len(h)) or compute(h))
     for i in range(3):
@@ -118,39 +122,21 @@ def test_survive_a_preemption_and_are_computed_once(llama, monkeypatch):
     outputs = run(engine)
 
     assert engine.scheduler.num_preemptions > 0
-    assert sum(rows) == 3 * 11 + 3 * 12
+    assert (sum(rows), max(rows)) == (3 * 11 + 3 * 12, 3)
     for i in range(3):
         assert_logprobs(outputs[str(i)], llama, "head", wanted=1)
         assert tokens_of(outputs[str(i)]) == llama.answer("head", token_ids(12, i), 12)
 
 
-def test_no_pass_has_more_rows_of_logits_than_a_step_may(llama, monkeypatch):
-    """The logits of a whole prompt over a large vocabulary are memory that nobody has counted."""
-    engine, prompt = llama.engine(max_num_seqs=2), token_ids(12, 4)
-    rows, compute = [], engine.runner.model.compute_logits
-    monkeypatch.setattr(engine.runner.model, "compute_logits", lambda h: rows.append(len(h)) or compute(h))
-    engine.add_request("a", prompt, greedy(1, prompt_logprobs=1), lora_request=llama.request("head"))
-
-    output = run(engine)["a"]
-
-    assert (sum(rows), max(rows)) == (11 + 1, 2)
-    assert_logprobs(output, llama, "head", wanted=1)
-
-
-def test_come_with_every_output_of_the_request(llama):
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [5]], ids=["three tokens", "one, of which they are None"])
+def test_come_with_every_output_of_the_request(llama, prompt):
     engine = llama.engine()
-    engine.add_request("a", [5, 6, 7], greedy(3, prompt_logprobs=1))
+    engine.add_request("a", prompt, greedy(3, prompt_logprobs=1))
 
     outputs = [output for _ in range(3) for output in engine.step()]
 
-    assert [len(output.prompt_logprobs) for output in outputs] == [3, 3, 3]
-
-
-def test_of_a_single_token_are_one_none(llama):
-    engine = llama.engine()
-    engine.add_request("a", [5], greedy(2, prompt_logprobs=3))
-
-    assert run(engine)["a"].prompt_logprobs == [None]
+    assert [len(output.prompt_logprobs) for output in outputs] == [len(prompt)] * 3
+    assert all(output.prompt_logprobs[0] is None for output in outputs)
 
 
 def test_have_their_tokens_as_text(llama):

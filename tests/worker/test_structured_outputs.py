@@ -211,7 +211,7 @@ def test_those_beside_it_answer_as_if_alone(llm):
 
 @pytest.mark.parametrize("seed", by_day(range(3)))
 def test_drawn_answers_are_documents_of_the_schema(llm, seed):
-    params = structured({"temperature": 1.5, "n": 3, "seed": seed, "max_tokens": 120}, json=SCHEMA)
+    params = structured({"temperature": 1.5, "n": 2, "seed": seed, "max_tokens": 120}, json=SCHEMA)
 
     [output] = llm.generate(["Describe a person:"], params, lora_request=lora(seed % 2))
 
@@ -271,23 +271,13 @@ def test_a_bias_does_not_bring_back_what_is_not_allowed(llm):
     [output] = llm.generate([PROMPTS[0]], structured({"logit_bias": {token: 100.0}}, choice=CITIES))
 
     assert text_of(output) in CITIES
-
-
-def test_nothing_is_kept_of_requests_that_ended(llm):
-    llm.generate(PROMPTS, structured(choice=CITIES))
-
-    assert not llm.llm_engine.runner.row_sampler.masks._matchers
+    assert not llm.llm_engine.runner.row_sampler.masks._matchers, "nothing is kept of requests that ended"
 
 
 def test_without_a_tokenizer_it_is_refused_before_anything_changes(tmp_path_factory):
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(tiny_world(tmp_path_factory).base),
-            max_model_len=64,
-            warm_up=False,
-            skip_tokenizer_init=True,
-        )
-    )
+    base = str(tiny_world(tmp_path_factory).base)
+    args = EngineArgs(model=base, max_model_len=64, warm_up=False, skip_tokenizer_init=True)
+    engine = LLMEngine.from_engine_args(args)
 
     with pytest.raises(
         ValueError, match="has structured_outputs, which speak of text, but there is no tokenizer"
