@@ -47,6 +47,15 @@ def test_what_fails(number):
     if number == 8:
         thing.table = torch.arange(12)
         assert torch.equal(thing.table, torch.ones(2))
+
+
+@pytest.mark.lab("5.2")
+def test_of_another_exercise():
+    assert False
+
+
+def test_of_none():
+    assert False
 """
 SAID = [
     "found is not what it should be\n  expected [1, 2]\n  got      [1]",
@@ -64,7 +73,7 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What the nine tests say, in their order."""
+    """What the nine cases say, in their order: of a file only tests with the exercise's mark are its own."""
     checkout = Checkout(tmp_path_factory.mktemp("sentences"))
     (checkout.root / "tests" / "phase_05" / "test_said.py").write_text('# mark.lab("5.1")' + TESTS)
     code = (
