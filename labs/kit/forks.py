@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from labs.kit import plugin
 from labs.kit.limits import (
     ASK,
     GRACE,
@@ -456,12 +457,12 @@ def _run_tests(
         *("-m", ""),
         *("-p", "no:cacheprovider"),
         *("-p", "no:faulthandler"),
-        *("-p", "labs.kit.plugin"),
         *["-x"] * job.stop_at_first,
         *["--tb=long"] * job.trace,
     ]
     is_plain = bool(job.files) or job.in_place is not None
-    plugins = [recorder] if is_plain else [_generic_checks(job), recorder]
+    # Named by `-p` it would be looked for among the plugins of all that is installed.
+    plugins = [plugin, recorder] if is_plain else [plugin, _generic_checks(job), recorder]
     status = int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     recorder.send("end", [status, sum(use.ru_utime + use.ru_stime for use in used)])
