@@ -18,7 +18,8 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
 from tests.worlds.adapter_folders import CONFIG, WEIGHTS, write_safetensors
 from tests.worlds.engines import TinyWorld
-from tests.worlds.malformed_adapters import configure, tensors_of
+from tests.worlds.malformed_adapters import tensors_of
+from tests.worlds.spoiled_adapters import edit_config
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
 # Names of adapters of a tiny world whose files hold A's and B's of linears alone: all of them.
@@ -99,8 +100,14 @@ def like(folder, source, seed, dtype=None):
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("slots", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("slots", "dtype"),
+    [
+        *(("float64", torch.float64), ("float64", torch.float16), ("float32", torch.float64)),
+        *(("float32", torch.bfloat16), ("bfloat16", torch.float32), ("bfloat16", torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_numbers_are_the_files_in_the_slots_dtype_and_b_is_scaled(world, slots, dtype, tmp_path):
     loaders = Loaders(world.engine(dtype=slots))
     for seed, name in enumerate(2 * PLAIN):
@@ -130,9 +137,9 @@ def test_one_plan_is_made_for_adapters_that_differ_in_their_numbers_alone(loader
         loaders.planned(like(tmp_path / str(seed), world.path("all"), seed))
     assert len(loaders.plans) == 1
 
-    configure(tmp_path / "0", lora_alpha=2)  # the same file with another scaling
+    edit_config(tmp_path / "0", lora_alpha=2)  # the same file with another scaling
     assert_same(loaders.plain(tmp_path / "0"), loaders.planned(tmp_path / "0"))
-    configure(
+    edit_config(
         tmp_path / "0", target_modules=["v_proj", "q_proj"], inference_mode=True
     )  # which decide nothing
     assert_same(loaders.plain(tmp_path / "0"), loaders.planned(tmp_path / "0"))
@@ -184,7 +191,7 @@ def test_numbers_are_judged_tensor_by_tensor_where_one_is_large(world, case, tmp
     loaders = Loaders(world.engine(dtype="float32"))
     loaders.planned(world.path("qv"))
     folder = like(tmp_path / "adapter", world.path("qv"), 3)
-    configure(folder, lora_alpha=alpha)
+    edit_config(folder, lora_alpha=alpha)
     tensors = tensors_of(folder)
     names = [name for name in tensors if side in name]
     for name in (names[1], names[2]):  # the first by name is named

@@ -13,17 +13,7 @@ from tests.worlds.managers import SmallModel, make_adapter, make_plain_manager
 from tests.worlds.tier_history import History, run
 
 
-def test_it_refuses_when_memory_is_full():
-    manager = make_plain_manager(slots=1, memory=1)
-    manager.add_adapter(make_adapter(1))
-
-    with pytest.raises(RuntimeError, match="No free adapter slots"):
-        manager.add_adapter(make_adapter(2))
-
-    assert set(manager.list_adapters()) == {1}
-
-
-def test_it_refuses_when_no_slot_is_free():
+def test_it_refuses_when_no_slot_is_free_or_memory_is_full():
     manager = make_plain_manager(slots=1, memory=2)
     manager.add_adapter(make_adapter(1))
     manager.add_adapter(make_adapter(2))
@@ -31,8 +21,10 @@ def test_it_refuses_when_no_slot_is_free():
 
     with pytest.raises(ValueError, match="No free lora slots"):
         manager.activate_adapter(2)
+    with pytest.raises(RuntimeError, match="No free adapter slots"):
+        manager.add_adapter(make_adapter(3))
 
-    assert manager.lora_index_to_id == [1]
+    assert manager.lora_index_to_id == [1] and set(manager.list_adapters()) == {1, 2}
 
 
 def test_it_knows_no_pins():

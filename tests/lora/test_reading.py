@@ -1,4 +1,4 @@
-"""Reading an adapter folder for this engine: what it brings, and refusals that name the adapter."""
+"""Reading an adapter folder for this engine: what it brings. Refusals: test_bad_adapters, test_refusals."""
 
 import pytest
 import torch
@@ -95,45 +95,17 @@ def test_every_load_has_an_identity_of_its_own(folders):
     assert len({*first.values(), again}) == 3
 
 
-class TestRefusals:
-    """Each names the adapter, and leaves everything as it was. The sentences: test_bad_adapters."""
+def test_modules_that_the_server_does_not_wrap_are_refused(folders):
+    """Incident 22: the adapter would load and the base model be served in its name."""
+    worker = make_worker(slots=1, target_modules=["down_proj"])
+    weights = random_weights(2)
+    weights.pairs = {"attn.o_proj": (torch.ones(weights.rank, 8), torch.ones(HIDDEN, weights.rank))}
+    save_folder(folders.root / "attn", weights)
 
-    @pytest.fixture
-    def worker(self, folders):
-        worker = make_worker(slots=1, memory=1)
-        worker.add_adapter(folders.request(1))
-        return worker
+    with pytest.raises(ValueError, match=r"adapter 'attn': .*target_modules=\['down_proj'\]"):
+        worker.add_adapter(LoRARequest("attn", 2, str(folders.root / "attn")))
 
-    def refused(self, worker, request, kind, match):
-        for attempt in (worker.source.check, worker.add_adapter):
-            with pytest.raises(kind, match=match) as caught:
-                attempt(request)
-            assert type(caught.value) is kind
-            assert f"adapter '{request.lora_name}': " in str(caught.value)
-        assert worker.list_adapters() == {1}
-        assert worker.manager.lora_index_to_id == [1]
-
-    def test_a_folder_that_is_not_there(self, worker, tmp_path):
-        request = LoRARequest("gone", 2, str(tmp_path / "nowhere"))
-
-        self.refused(worker, request, FileNotFoundError, "nowhere' does not exist")
-
-    def test_damaged_weights(self, worker, folders):
-        folders.damage(2)
-
-        self.refused(worker, folders.request(2), ValueError, "adapter_model.safetensors")
-
-    def test_modules_that_the_server_does_not_wrap(self, folders):
-        """Incident 22: the adapter would load and the base model be served in its name."""
-        worker = make_worker(slots=1, target_modules=["down_proj"])
-        weights = random_weights(2)
-        weights.pairs = {"attn.o_proj": (torch.ones(weights.rank, 8), torch.ones(HIDDEN, weights.rank))}
-        save_folder(folders.root / "attn", weights)
-
-        with pytest.raises(ValueError, match=r"adapter 'attn': .*target_modules=\['down_proj'\]"):
-            worker.add_adapter(LoRARequest("attn", 2, str(folders.root / "attn")))
-
-        assert worker.list_adapters() == set()
+    assert worker.list_adapters() == set()
 
 
 def test_what_only_the_numbers_tell_is_found_when_they_are_read(folders):

@@ -4,7 +4,6 @@ Incident 18. What is anything else is refused before it takes memory, and runs n
 """
 
 import copy
-import os
 import pickle
 import struct
 import zipfile
@@ -15,6 +14,7 @@ import torch
 from minivllm.lora.weights_files import read_weights
 from minivllm.sources import FILE_FORMATS
 from tests.worlds.adapter_folders import WEIGHTS, A, assert_refused, good_tensors, load, set_size, write
+from tests.worlds.spoiled_adapters import Payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -59,16 +59,6 @@ class TestGood:
         assert torch.equal(read_weights(file, formats=FILE_FORMATS)["weight"], layer.weight)
 
 
-class Payload:
-    """Unpickled, it creates a folder."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 class Hungry:
     """Unpickled, it asks for a terabyte; torch.load(weights_only=True) gives it."""
 
@@ -100,16 +90,17 @@ CONTENTS = {
 class TestContent:
     @pytest.mark.parametrize("save", [torch.save, lambda x, file: file.write_bytes(pickle.dumps(x))])
     @pytest.mark.parametrize("wrap", [lambda p: p, lambda p: {**good_tensors(), A: p}, lambda p: {p: 1}])
-    def test_that_would_run_code_are_refused_and_run_nothing(self, save, wrap, file, tmp_path):
-        save(wrap(Payload(tmp_path / "ran")), file)
+    def test_that_would_run_code_are_refused_and_run_nothing(self, save, wrap, file, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        save(wrap(Payload()), file)
 
         assert_refused(file.parent, file, HOLDS_MORE)
 
         assert not (tmp_path / "ran").exists()
 
-    def test_is_refused_without_telling_how_to_run_it_after_all(self, file, tmp_path):
+    def test_is_refused_without_telling_how_to_run_it_after_all(self, file):
         """torch's own message does: with weights_only=False."""
-        torch.save(Payload(tmp_path / "ran"), file)
+        torch.save(Payload(), file)
 
         with pytest.raises(ValueError) as raised:
             load(file.parent)

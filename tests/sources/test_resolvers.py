@@ -1,7 +1,6 @@
 """Adapters by name alone: a folder of them, resolvers in their order, and requests that name what they find."""
 
 import asyncio
-import json
 import logging
 import shutil
 
@@ -10,6 +9,7 @@ import pytest
 from minivllm import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolver, LoRAResolverRegistry, stable_id
 from tests.worlds.engines import greedy, run, snapshot, tokens_of
+from tests.worlds.spoiled_adapters import edit_config
 
 PROMPT = [5, 6, 7, 8, 9]
 PROMPT_DICT = {"prompt_token_ids": PROMPT}
@@ -34,13 +34,6 @@ def folder(world, tmp_path):
 
 def find(resolver, name, base_model_name):
     return asyncio.run(resolver.resolve_lora(str(base_model_name), name))
-
-
-def edit_config(folder, **changes):
-    """`...` takes a field out."""
-    path = folder / "adapter_config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
 class Answers(LoRAResolver):

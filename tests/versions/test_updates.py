@@ -359,11 +359,8 @@ def first(tensors):
 
 SPOILED = {
     "a shape": (lambda t: {**t, first(t): torch.zeros(4, 5)}, "must have shape|expected"),
-    "a dtype": (lambda t: {**t, first(t): t[first(t)].to(torch.int64)}, "int64|dtype"),
     "NaN": (lambda t: {**t, first(t): t[first(t)] * torch.nan}, "NaN"),
     "no tensor": (lambda t: {**t, first(t): [1.0]}, "must be tensors"),
-    "a module that the model lacks": (lambda t: {**t, "model.nowhere.lora_A.weight": t[first(t)]}, "nowhere"),
-    "half a pair": (lambda t: {k: v for k, v in t.items() if k != first(t)}, "lora_A"),
     "none": (lambda t: {}, "no tensors|no LoRA|empty|policy"),
     "a list": (lambda t: [1], "must be tensors by PEFT's names"),
 }

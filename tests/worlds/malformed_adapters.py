@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worlds.adapter_folders import CONFIG, WEIGHTS, read_safetensors, set_size, write_safetensors
+from tests.worlds.spoiled_adapters import PICKLE, edit_config
 
-PICKLE = "adapter_model.bin"
 NEW, TOKENIZER = "new_embeddings.safetensors", "tokenizer_config.json"
 HIDDEN, VOCABULARY = 48, 97
 
@@ -59,11 +59,6 @@ def change(folder: Path, name: str, function: Callable[[bytes], bytes]) -> None:
     (folder / name).write_bytes(function((folder / name).read_bytes()))
 
 
-def configure(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps({**config, **changes}))
-
-
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / WEIGHTS)
 
@@ -84,21 +79,21 @@ def config_cut(rng: random.Random, folder: Path) -> None:
 @way
 def config_field(rng: random.Random, folder: Path) -> None:
     names = [*json.loads((folder / CONFIG).read_text()), "context_length", "kasa_config", "monteclora_config"]
-    configure(folder, **{rng.choice(names): rng.choice(ODD_VALUES) for _ in range(rng.randint(1, 3))})
+    edit_config(folder, **{rng.choice(names): rng.choice(ODD_VALUES) for _ in range(rng.randint(1, 3))})
 
 
 @way
 def config_pattern(rng: random.Random, folder: Path) -> None:
     keys = rng.choices(HUNGRY_PATTERNS, k=rng.choice([1, 1, 1, 3, 20]))
     pattern = {key + rng.choice(["", "", "x", "|y"]): rng.choice([3, 4, "4", None]) for key in keys}
-    configure(folder, **{rng.choice(["rank_pattern", "alpha_pattern"]): pattern})
+    edit_config(folder, **{rng.choice(["rank_pattern", "alpha_pattern"]): pattern})
 
 
 @way
 def config_many_patterns(rng: random.Random, folder: Path) -> None:
     count = rng.choice([1000, 2000, 3000, 20_000])
     key = rng.choice(["layers.{}.q_proj", r"layers\.{}\.(q|k)_proj", "x{}" * 30])
-    configure(folder, alpha_pattern={key.replace("{}", str(i)): 3 for i in range(count)})
+    edit_config(folder, alpha_pattern={key.replace("{}", str(i)): 3 for i in range(count)})
 
 
 @way

@@ -16,8 +16,9 @@ from minivllm.lora.judging import judge_adapter
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
+from tests.worlds.adapter_folders import CONFIG, WEIGHTS
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PICKLE = "adapter_model.bin"
 Q0 = "model.layers.0.self_attn.q_proj"
 A0, B0 = (f"base_model.model.{Q0}.lora_{side}.weight" for side in "AB")
 

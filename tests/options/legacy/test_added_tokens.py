@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivllm import LLM, SamplingParams
+from minivllm import SamplingParams
 from minivllm.gpu.slot_writer import SlotWriter
-from tests.worlds.engines import OPTIONS, crossed, greedy, made_once, run, snapshot, tokens_of
+from tests.worlds.engines import crossed, greedy, made_once, run, snapshot, tokens_of
 from tests.worlds.models import character_tokenizer
 from tests.worlds.settings import BACKENDS, EACH_BACKEND, OF_OPTIONS
 from tests.worlds.tokens import COUNTS, H, TokenSet, V, with_new
@@ -38,6 +38,12 @@ def folder(llama, tmp_path):
 
 def make_engine(world, tokenizer=None, **options):
     return world.engine(tokenizer, **{"lora_extra_vocab_size": EXTRA, "max_cpu_loras": 6, **options})
+
+
+def tokenizer_with(*tokens):
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens([*tokens])
+    return tokenizer
 
 
 def edit(folder, **changes):
@@ -282,8 +288,7 @@ class TestPrompts:
 
     def test_are_read_by_the_adapters_own_tokenizer(self, llama, folder):
         """And its answers are written by it; other requests, by the model's."""
-        own = character_tokenizer()
-        own.add_tokens(["[cat]", "[mew]"])
+        own = tokenizer_with("[cat]", "[mew]")
         own.save_pretrained(folder)
         engine = make_engine(llama, character_tokenizer())
         cats = llama.request("cats", lora_path=str(folder))
@@ -323,9 +328,7 @@ class TestPrompts:
             "from_pretrained",
             lambda *args, **kwargs: reads.append(args) or load(*args, **kwargs),
         )
-        own = character_tokenizer()
-        own.add_tokens(["[cat]", "[mew]"])
-        own.save_pretrained(folder)
+        tokenizer_with("[cat]", "[mew]").save_pretrained(folder)
         engine = make_engine(llama, character_tokenizer())
         cats = llama.request("cats", lora_path=str(folder))
 
@@ -333,11 +336,7 @@ class TestPrompts:
             engine.add_request(str(i), "a[mew]", greedy(2), lora_request=cats)
         run(engine)
         assert len(reads) == 1
-        own.add_tokens(["[meow]"])
-        shutil.rmtree(folder / "tokenizer.json", ignore_errors=True)
-        other = character_tokenizer()
-        other.add_tokens(["[miaow]", "[purr]"])
-        other.save_pretrained(folder)
+        tokenizer_with("[miaow]", "[purr]").save_pretrained(folder)
         again = llama.request("cats", lora_path=str(folder), load_inplace=True)
         engine.add_request("again", "a[purr]", greedy(2), lora_request=again)
         engine.add_request("once more", "a[purr]", greedy(2), lora_request=cats)
@@ -374,18 +373,10 @@ class TestPrompts:
         assert len(tokens_of(run(engine)["a"])) == 2
 
     def test_of_a_chat_go_through_the_adapters_own_template(self, llama, folder):
-        own = character_tokenizer()
-        own.add_tokens(["[cat]", "[mew]"])
+        own = tokenizer_with("[cat]", "[mew]")
         own.chat_template = "[mew]{{ messages[0]['content'] }}"
         own.save_pretrained(folder)
-        llm = LLM(
-            str(llama.base),
-            dtype="float64",
-            enable_lora=True,
-            max_loras=2,
-            lora_extra_vocab_size=EXTRA,
-            warm_up=False,
-        )
+        llm = llama.llm(lora_extra_vocab_size=EXTRA)
         llm.get_tokenizer().chat_template = "{{ messages[0]['content'] }}:"
         conversations = [[{"role": "user", "content": "a[cat]"}]] * 2
         cats = llama.request("cats", lora_path=str(folder))
@@ -400,7 +391,7 @@ class TestPrompts:
         own = character_tokenizer()
         own.chat_template = template
         own.save_pretrained(folder)
-        llm = LLM(str(llama.base), **{**OPTIONS, "lora_extra_vocab_size": EXTRA})
+        llm = llama.llm(lora_extra_vocab_size=EXTRA)
         llm.get_tokenizer().chat_template = "{{ messages[0]['content'] }}:"
         before = snapshot(llm.llm_engine)
         cats = llama.request("cats", lora_path=str(folder))
@@ -477,41 +468,30 @@ class TestRefused:
 
         llama.assert_serves(engine, [("dogs", [V + 2, 5])])
 
-    @pytest.mark.parametrize("width", [V - 1, V + 1, V + 3])
-    def test_an_a_that_knows_of_other_tokens_than_are_added(self, llama, tmp_path, width):
+    @pytest.mark.parametrize(
+        ("end", "shape", "adds_tokens", "message"),
+        [
+            *[
+                ("lora_embedding_A", (4, width), True, f"embed_tokens has lora_A (4, {width})")
+                for width in (V - 1, V + 1, V + 3)
+            ],
+            ("lora_embedding_A", (4, V + 1), True, "but the vocabulary has 97 or 99 tokens"),
+            ("lm_head.lora_B.weight", (V - 1, 4), False, "lora_B (96, 4), but the vocabulary has 97 tokens"),
+            ("lm_head.lora_B.weight", (V + 2, 4), False, "lora_B (99, 4), but the vocabulary has 97 tokens"),
+            # Only what is a matter of tokens is filled up.
+            ("lora_embedding_B", (H - 1, 4), True, "lora_B (47, 4)"),
+        ],
+    )
+    def test_a_or_b_for_other_tokens_than_are_added(self, llama, tmp_path, end, shape, adds_tokens, message):
         folder = shutil.copytree(llama.path("narrow ends"), tmp_path / "ends")
+        if not adds_tokens:
+            (folder / "new_embeddings.safetensors").unlink()
         path = folder / "adapter_model.safetensors"
         tensors = load_file(path)
-        name = next(name for name in tensors if name.endswith("lora_embedding_A"))
-        save_file({**tensors, name: torch.ones(4, width, dtype=torch.float64)}, path)
+        name = next(name for name in tensors if name.endswith(end))
+        save_file({**tensors, name: torch.ones(shape, dtype=torch.float64)}, path)
 
-        text = self.refusal(llama, "narrow ends", lora_path=str(folder))
-
-        assert f"model.embed_tokens has lora_A (4, {width})" in text
-        assert text.endswith("but the vocabulary has 97 or 99 tokens")
-
-    @pytest.mark.parametrize("height", [V - 1, V + 2])
-    def test_a_b_of_the_head_for_tokens_from_an_adapter_that_adds_none(self, llama, tmp_path, height):
-        folder = shutil.copytree(llama.path("narrow ends"), tmp_path / "ends")
-        (folder / "new_embeddings.safetensors").unlink()
-        path = folder / "adapter_model.safetensors"
-        tensors = load_file(path)
-        name = next(name for name in tensors if name.endswith("lm_head.lora_B.weight"))
-        save_file({**tensors, name: torch.ones(height, 4, dtype=torch.float64)}, path)
-
-        text = self.refusal(llama, "narrow ends", lora_path=str(folder))
-
-        assert text.endswith(f"lora_B ({height}, 4), but the vocabulary has 97 tokens")
-
-    def test_an_embeddings_b_that_is_a_row_short(self, llama, tmp_path):
-        """Only what is a matter of tokens is filled up."""
-        folder = shutil.copytree(llama.path("narrow ends"), tmp_path / "ends")
-        path = folder / "adapter_model.safetensors"
-        tensors = load_file(path)
-        name = next(name for name in tensors if name.endswith("lora_embedding_B"))
-        save_file({**tensors, name: tensors[name][1:].contiguous()}, path)
-
-        assert "lora_B (47, 4)" in self.refusal(llama, "narrow ends", lora_path=str(folder))
+        assert message in self.refusal(llama, "narrow ends", lora_path=str(folder))
 
     def test_an_a_for_more_tokens_from_an_adapter_that_adds_none(self, llama, tmp_path):
         folder = shutil.copytree(llama.path("wide ends"), tmp_path / "ends")
