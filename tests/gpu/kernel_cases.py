@@ -41,6 +41,7 @@ from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.parallel.peers import gather_op, norm_op, sum_op
+from tests.oracles.rotary import rotated
 from tests.tools.device import DEVICE
 from tests.tools.memory import (
     Guarded,
@@ -438,10 +439,7 @@ def turned_rows(sanitizer, update, y, tile_rows, expected, heads, tiles, has_v):
         rows = y.view.unflatten(1, (-1, size))
         adapted_rotary_op.adapted_rotary(update, rows, *angle_rows, *places, tile_rows, tiles)
 
-    first, second = expected.unflatten(1, (-1, size)).chunk(2, dim=2)
-    cos, sin = (part[..., size // 2 :] for part in (cos, sin))
-    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
-    exact[:, num_heads + kv_heads :] = expected.unflatten(1, (-1, size))[:, num_heads + kv_heads :]
+    exact = rotated(expected.unflatten(1, (-1, size)), angles, num_heads + kv_heads)
     assert_close(rows, exact, 4 * CLOSE)
     is_value = torch.arange(exact[0].numel()) >= (num_heads + kv_heads) * size
     y.assert_written_only_where(~is_value | has_v[:, None])
@@ -592,20 +590,18 @@ def rotations(sanitizer, slot_mapping, num_heads, num_kv_heads, size):
         slots = numbers(slot_mapping, torch.int64)
         rotary.rotary_and_cache(heads.view, cos, sin, slots, cache.view)
 
-    rotated, kept = heads.view.cpu(), random(tokens, total, size)
-    first, second = kept.double().chunk(2, dim=2)
-    cos, sin = (part.double().cpu()[:, :, size // 2 :] for part in (cos, sin))
-    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
-    expected[:, num_heads + num_kv_heads :] = kept[:, num_heads + num_kv_heads :]
-    assert_close(rotated, expected)
+    found, kept = heads.view.cpu(), random(tokens, total, size)
+    frequencies = 10000.0 ** -(torch.arange(0, size, 2).double() / size)
+    turned_by = torch.arange(tokens)[:, None, None] * 3 * frequencies
+    assert_close(found, rotated(kept, turned_by, num_heads + num_kv_heads))
     heads.assert_intact()
     written = torch.zeros(12, 1, 1, dtype=torch.bool)
     written[slot_mapping] = True
     cache.assert_written_only_where(written.unflatten(0, (3, 4)))
     own = [i for i, slot in enumerate(slot_mapping) if slot]
     in_cache = cache.view.cpu().flatten(0, 1)[[slot_mapping[i] for i in own]]
-    assert torch.equal(in_cache, rotated[own, num_heads:])
-    return torch.cat([rotated.flatten(), in_cache.flatten()])
+    assert torch.equal(in_cache, found[own, num_heads:])
+    return torch.cat([found.flatten(), in_cache.flatten()])
 
 
 # ---- the rest -----------------------------------------------------------------------------------------------

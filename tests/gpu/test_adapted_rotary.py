@@ -19,6 +19,7 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
+from tests.oracles.rotary import rotated
 from tests.tools.device import DEVICE, compile_for_gpu
 from tests.worlds.engines import run, tiny_world
 from tests.worlds.gpu import MIXED, add_requests, assert_tokens_are_right, graphed_engine
@@ -133,14 +134,6 @@ def metadata(kind, lengths, contexts, tables, dtype):
     if kind == "plain":
         return AttentionMetadata.build(*rest, DEVICE, dtype)
     return PagedAttentionMetadata.build(*rest, 16, DEVICE, splits_decodes=kind == "paged")
-
-
-def rotated(heads, angle, count):
-    """The first `count` heads rotated.   angle: (T, 1, D / 2)"""
-    first, second = heads[:, :count].chunk(2, dim=2)
-    cos, sin = angle.cos(), angle.sin()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
-    return torch.cat((turned, heads[:, count:]), dim=1)
 
 
 def attended(heads, lengths, num_heads, kv_heads):

@@ -231,229 +231,174 @@ WAIT = "tl.extra.cuda.gdc_wait()"
 FAULTS = {
     "shrink reads past K": (
         f"{SLOTS}/lora_shrink_op.py", "mask=is_row[:, None] & is_column[None, :]", "mask=is_row[:, None]",
-        "slots", (Strayed, "_lora_shrink_kernel.* read outside: element .* of x_ptr"),
-    ),
+        "slots", (Strayed, "_lora_shrink_kernel.* read outside: element .* of x_ptr")),
     "shrink reads dead ranks": (
         f"{SLOTS}/lora_shrink_op.py", "mask=(rank < live)[None, :] &", "mask=(rank < R)[None, :] &",
-        "slots", (AssertionError, "read outside a buffer, past a live rank"),
-    ),
+        "slots", (AssertionError, "read outside a buffer, past a live rank")),
     "shrink writes h past R": (
         f"{SLOTS}/lora_shrink_op.py", "& (rank < R)[None, :])", "& (rank < R + 1)[None, :])",
-        "slots", (AssertionError, "_lora_shrink_kernel"),
-    ),
+        "slots", (AssertionError, "_lora_shrink_kernel")),
     "expand's blocks overlap": (
         f"{SLOTS}/lora_expand_op.py", "offset += WIDTHS[i]", "offset += WIDTHS[i] - 1",
-        "slots", (Raced, "_lora_expand_kernel: .* of y_ptr, and nothing orders the two"),
-    ),
+        "slots", (Raced, "_lora_expand_kernel: .* of y_ptr, and nothing orders the two")),
     "a slot is written past its rows": (
         f"{SLOTS}/write_slot_op.py", "values, mask=row < rows)", "values, mask=row <= rows)",
-        "write a slot", (Strayed, "_write_slot_kernel.* write outside"),
-    ),
+        "write a slot", (Strayed, "_write_slot_kernel.* write outside")),
     "a piece is read past its end": (
         f"{SLOTS}/write_slot_op.py", "mask=live, other=0.0)", "mask=row < rows, other=0.0)",
-        "write a slot", (Strayed, "_write_slot_kernel.* read outside: .* of weights"),
-    ),
+        "write a slot", (Strayed, "_write_slot_kernel.* read outside: .* of weights")),
     "pages are looked up past the largest rank": (
         f"{PAGES}/paged_shrink_op.py", "rank, rank < R, expert", "rank, rank >= 0, expert",
-        "pages", (Strayed, "_paged_shrink_kernel.* of (table_ptr|pool_ptr)"),
-    ),
+        "pages", (Strayed, "_paged_shrink_kernel.* of (table_ptr|pool_ptr)")),
     "planes are added up before all are there": (
         f"{PAGES}/paged_shrink_op.py", "== SPLITS - 1", "== 0",
-        "pages", (Raced, "_paged_shrink_kernel: .*nothing orders the two"),
-    ),
+        "pages", (Raced, "_paged_shrink_kernel: .*nothing orders the two")),
     "a count orders nothing": (
         f"{PAGES}/paged_shrink_op.py", 'sem="acq_rel"', 'sem="relaxed"',
-        "pages", (Raced, "_paged_shrink_kernel: .*nothing orders the two"),
-    ),
+        "pages", (Raced, "_paged_shrink_kernel: .*nothing orders the two")),
     "a count before the plane": (
         f"{PAGES}/paged_shrink_op.py", "tl.debug_barrier()", "pass",
-        "pages", (Raced, "_paged_shrink_kernel.* releases what its other threads have written, and no barrier"),
-    ),
+        "pages", (Raced, "_paged_shrink_kernel.* releases what its other threads have written, and no barrier")),
     "pages: expand writes past a slice": (
         f"{PAGES}/paged_expand_op.py", "& is_column[None, :] & (live > 0)", "& (live > 0)",
-        "pages", (AssertionError, "_paged_expand_kernel"),
-    ),
+        "pages", (AssertionError, "_paged_expand_kernel")),
     "pages: the last of the planes is not cleared": (
         f"{PAGES}/paged_shrink_op.py", "tl.store(count, 0)", "tl.store(count, 1)",
-        "pages", (AssertionError, "the next shrink counts on from these"),
-    ),
+        "pages", (AssertionError, "the next shrink counts on from these")),
     "an adapter is written past its pages": (
         f"{PAGES}/write_pages_op.py", "(cell < rows * columns) & ", "",
-        "pages", (Strayed, "_write_pages_kernel"),
-    ),
+        "pages", (Strayed, "_write_pages_kernel")),
     "the activation takes adapters' rows for base rows": (
         f"{PAGES}/adapted_silu_op.py", "rows_ptr + first +", "rows_ptr + first - tl.where(tile < tile_count, 0, 1) +",
-        "gated", (Raced, "_adapted_silu_kernel: .* of out_ptr, and nothing orders the two"),
-    ),
+        "gated", (Raced, "_adapted_silu_kernel: .* of out_ptr, and nothing orders the two")),
     "expand reads y of a kernel that has not ended": (
         f"{PAGES}/paged_expand_op.py",
         f"{WAIT}\n                y = tl.load(", "pass\n                y = tl.load(",
-        "pages, overlapping", (Raced, "_paged_expand_kernel.* and has not waited"),
-    ),
+        "pages, overlapping", (Raced, "_paged_expand_kernel.* and has not waited")),
     "an expand of no tile does not wait": (
         f"{SLOTS}/lora_expand_op.py", f"{WAIT}\n        return", "pass\n        return",
-        "slots, overlapping", (Raced, "_lora_expand_kernel.* ends and has not waited"),
-    ),
+        "slots, overlapping", (Raced, "_lora_expand_kernel.* ends and has not waited")),
     "an activation of no rows does not wait": (
         f"{PAGES}/adapted_silu_op.py",
         f"{WAIT}\n        return\n    has_slot", "pass\n        return\n    has_slot",
-        "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited"),
-    ),
+        "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited")),
     "rotary with adapters takes a head of the next part": (
         f"{PAGES}/adapted_rotary_op.py", "& (head < head_count)", "& (head <= head_count)",
-        "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr"),
-    ),
+        "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr")),
     "base rows are the rows of adapters": (
         f"{PAGES}/adapted_rotary_op.py", "rows_ptr + first_place",
         "rows_ptr + first_place - tl.where(tile < tile_count, 0, 1)",
-        "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
-    ),
+        "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr")),
     "rotary reads h of a kernel that has not ended": (
         f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n    if R <= BLOCK_R", "pass\n    if R <= BLOCK_R",
-        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* and has not waited"),
-    ),
+        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* and has not waited")),
     "a rotation of no rows does not wait": (
         f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n        return", "pass\n        return",
-        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* ends and has not waited"),
-    ),
+        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* ends and has not waited")),
     "a norm has the row after its own": (
         f"{PAGES}/adapted_norm_op.py", "row = tl.program_id(0)", "row = (tl.program_id(0) + 1)",
-        "normed", (Strayed, "_adapted_norm_kernel"),
-    ),
+        "normed", (Strayed, "_adapted_norm_kernel")),
     "a norm adds ranks past the live one": (
         f"{PAGES}/adapted_norm_op.py", "mask=all_ranks < live,", "mask=all_ranks < R,",
-        "normed", (AssertionError, "NaN"),
-    ),
+        "normed", (AssertionError, "NaN")),
     "a norm takes B's of ranks past the live one": (
         f"{PAGES}/adapted_norm_op.py", "inside, rank, live)", "inside, rank, R)",
-        "normed", (Strayed, "_adapted_norm_kernel.* of pool_ptr"),
-    ),
+        "normed", (Strayed, "_adapted_norm_kernel.* of pool_ptr")),
     "h is multiplied past the live rank": (
         f"{PAGES}/paged_pieces.py", "& (rank < live)[None, :]", "& (rank < R)[None, :]",
-        "gated", (AssertionError, "NaN"),
-    ),
+        "gated", (AssertionError, "NaN")),
     "B is read past the live rank": (
         f"{PAGES}/paged_pieces.py", "is_live = rank < live", "is_live = rank >= 0",
-        "turned", (Strayed, "_adapted_rotary_kernel.* of pool_ptr"),
-    ),
+        "turned", (Strayed, "_adapted_rotary_kernel.* of pool_ptr")),
     "a norm reads h of a kernel that has not ended": (
         f"{PAGES}/adapted_norm_op.py", f"{WAIT}\n    h =", "pass\n    h =",
-        "normed, overlapping", (Raced, "_adapted_norm_kernel.* and has not waited"),
-    ),
+        "normed, overlapping", (Raced, "_adapted_norm_kernel.* and has not waited")),
     "a table is read past its context": (
         f"{LAYERS}/attention.py", "position // BLOCK_SIZE, mask=in_context, other=0)", "position // BLOCK_SIZE)",
-        "decodes", (Strayed, "_paged_attention_kernel.* of (block_tables_ptr|cache_ptr)"),
-    ),
+        "decodes", (Strayed, "_paged_attention_kernel.* of (block_tables_ptr|cache_ptr)")),
     "all splits write one place": (
         f"{LAYERS}/attention.py", "(first + split) * D + dim[None, :], output", "first * D + dim[None, :], output",
-        "decodes", (Raced, "_paged_attention_kernel: .* of partial_ptr, and nothing orders the two"),
-    ),
+        "decodes", (Raced, "_paged_attention_kernel: .* of partial_ptr, and nothing orders the two")),
     "splits are weighed that are not there": (
         f"{LAYERS}/attention.py", "is_member & (split < live)", "is_member & (split < SPLITS)",
-        "decodes of many splits", (AssertionError, "NaN"),
-    ),
+        "decodes of many splits", (AssertionError, "NaN")),
     "splits are put together before all are there": (
         f"{LAYERS}/attention.py", "== live - 1", "== 0",
-        "decodes", (Raced, "_paged_attention_kernel: .*nothing orders the two"),
-    ),
+        "decodes", (Raced, "_paged_attention_kernel: .*nothing orders the two")),
     "a count of splits orders nothing": (
         f"{LAYERS}/attention.py", 'sem="acq_rel"', 'sem="relaxed"',
-        "decodes", (Raced, "_paged_attention_kernel: .*nothing orders the two"),
-    ),
+        "decodes", (Raced, "_paged_attention_kernel: .*nothing orders the two")),
     "a count before the partial": (
         f"{LAYERS}/attention.py", "tl.debug_barrier()", "pass",
-        "decodes", (Raced, "_paged_attention_kernel.* releases what its other threads have written, and no barrier"),
-    ),
+        "decodes", (Raced, "_paged_attention_kernel.* releases what its other threads have written, and no barrier")),
     "a count of splits is not cleared": (
         f"{LAYERS}/attention.py", "tl.store(counts_ptr + count, 0)", "tl.store(counts_ptr + count, 1)",
-        "decodes", (AssertionError, "the next step counts on from these"),
-    ),
+        "decodes", (AssertionError, "the next step counts on from these")),
     "the likeliest is looked for past the row": (
         f"{LAYERS}/likeliest.py", "mask=inside, other=float", "mask=column >= 0, other=float",
-        "likeliest", (Strayed, "_keep_kernel.* read outside: .* of logits_ptr"),
-    ),
+        "likeliest", (Strayed, "_keep_kernel.* read outside: .* of logits_ptr")),
     "prompts: a tile has a row too many": (
         f"{LAYERS}/attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",
-        "prompts", (AssertionError, "_paged_attention_kernel"),
-    ),
+        "prompts", (AssertionError, "_paged_attention_kernel")),
     "a norm reads past its row": (
         f"{LAYERS}/norm.py", "x = tl.load(x_ptr + row * x_row + head * x_head + column, mask=inside, other=0.0)",
         "x = tl.load(x_ptr + row * x_row + head * x_head + column)",
-        "norms", (Strayed, "_rms_norm_kernel.* of x_ptr"),
-    ),
+        "norms", (Strayed, "_rms_norm_kernel.* of x_ptr")),
     "a norm in place is off by one": (
         f"{LAYERS}/norm.py", "tl.store(residual_ptrs, kept", "tl.store(residual_ptrs + 1, kept",
-        "norms", (Strayed, "_fused_add_rms_norm_kernel.* write outside: element .* of residual_ptr"),
-    ),
+        "norms", (Strayed, "_fused_add_rms_norm_kernel.* write outside: element .* of residual_ptr")),
     "silu writes past its row": (
         f"{LAYERS}/activation.py", "* up, mask=inside)", "* up, mask=column <= width)",
-        "silu", (AssertionError, "_silu_and_mul_kernel"),
-    ),
+        "silu", (AssertionError, "_silu_and_mul_kernel")),
     "rotary takes a head too many": (
         f"{LAYERS}/rotary.py", "(head < NUM_HEADS + 2 * NUM_KV_HEADS)", "(head <= NUM_HEADS + 2 * NUM_KV_HEADS)",
-        "rotations", (Strayed, "_rotary_and_cache_kernel.* of heads_ptr"),
-    ),
+        "rotations", (Strayed, "_rotary_and_cache_kernel.* of heads_ptr")),
     "rotary: programs share a head": (
         f"{LAYERS}/rotary.py", "tl.program_id(1) * HEADS +", "tl.program_id(1) * (HEADS - 1) +",
-        "rotations", (Raced, "_rotary_and_cache_kernel"),
-    ),
+        "rotations", (Raced, "_rotary_and_cache_kernel")),
     "a linear reads past K": (
         f"{LAYERS}/invariant_linear.py", "mask=(columns < N)[None, :] & inside[:, None]",
         "mask=(columns < N)[None, :] & (inner >= 0)[:, None]",
-        "linear", (Strayed, "_invariant_linear_kernel.* of w_ptr"),
-    ),
+        "linear", (Strayed, "_invariant_linear_kernel.* of w_ptr")),
     "an id reads a token it does not stand for": (
         f"{LAYERS}/stand_ins.py", "mask=stands_in, other=0)", "mask=inside, other=0)",
-        "tokens", (Strayed, "_fill_in_kernel.* of tokens_ptr"),
-    ),
+        "tokens", (Strayed, "_fill_in_kernel.* of tokens_ptr")),
     "a gather writes past its rows": (
         "parallel/peers/gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
-        "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
-    ),
+        "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr")),
     "peers: a norm's row has the turn of the one before": (
         "parallel/peers/norm_op.py", "turns_ptr + row)", "turns_ptr + tl.maximum(row - 1, 0))",
-        "sums and norms", (AssertionError, ""),
-    ),
+        "sums and norms", (AssertionError, "")),
     "peers: a rank sends more than a row": (
         "parallel/peers/norm_op.py", "send(x, column, inside,", "send(x, column, column >= 0,",
-        "sums and norms", (AssertionError, ""),
-    ),
+        "sums and norms", (AssertionError, "")),
     "peers: what was received stays there": (
         "parallel/peers/exchange.py", "tl.zeros(bits.shape, bits.dtype), mask=inside)", "bits, mask=inside)",
-        "sums", (AssertionError, ""),
-    ),
+        "sums", (AssertionError, "")),
     "peers: h that was received stays there": (
         "parallel/peers/exchange.py", "tl.zeros(more.shape, more.dtype), mask=", "more, mask=",
-        "sums and normed", (AssertionError, ""),
-    ),
+        "sums and normed", (AssertionError, "")),
     "peers: what was received is cleared before all threads have read it": (
         "parallel/peers/exchange.py", "    tl.debug_barrier()", "    tl.store(ptrs, bits, mask=inside)",
-        "sums", (AssertionError, ""),
-    ),
+        "sums", (AssertionError, "")),
     "peers: a 0 is sent as it is": (
         "parallel/peers/exchange.py", "tl.where(bits == 0, minus_zero, bits)", "bits",
-        "sums", (AssertionError, ""),
-    ),
+        "sums", (AssertionError, "")),
     "peers: one half is used in every turn": (
         "parallel/peers/exchange.py", "2 + (turn & 1)", "2 + (turn & 2)",
-        "sums", (AssertionError, ""),
-    ),
+        "sums", (AssertionError, "")),
     "peers: h is sent where the row's numbers are": (
         "parallel/peers/norm_op.py", "rank_of_h + BYTES_OF_X // 4", "rank_of_h",
-        "sums and normed", (AssertionError, ""),
-    ),
+        "sums and normed", (AssertionError, "")),
     "peers: h is sent past the live rank": (
         "parallel/peers/norm_op.py", "send(h, h_place, is_live,", "send(h, h_place, rank_of_h < R,",
-        "sums and normed", (AssertionError, ""),
-    ),
+        "sums and normed", (AssertionError, "")),
     "peers: what adapters add is added for this rank's h alone": (
         "parallel/peers/norm_op.py", "row_times_b(all_h, rank_of_b", "row_times_b(h, rank_of_b",
-        "sums and normed", (AssertionError, ""),
-    ),
+        "sums and normed", (AssertionError, "")),
     "peers: other ranks of h in the second block": (
         f"{PAGES}/paged_pieces.py", "rank = first + tl.arange", "rank = tl.arange",
-        "sums and normed of many ranks", (AssertionError, ""),
-    ),
+        "sums and normed of many ranks", (AssertionError, "")),
 }  # fmt: skip
 
 

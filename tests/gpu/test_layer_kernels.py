@@ -11,6 +11,7 @@ from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
+from tests.oracles.rotary import rotated
 from tests.tools.device import DEVICE
 from tests.tools.memory import Guarded
 
@@ -53,10 +54,7 @@ def test_rotary_and_cache(dtype, num_heads, num_kv_heads, size):
     rotary_and_cache(guarded.view, *rotary(positions.to(DEVICE)), slots.to(DEVICE), cache.view)
 
     angles = positions[:, None] * 10000.0 ** -(torch.arange(0, size, 2).double() / size)  # (T, D/2)
-    first, second = heads.double().chunk(2, dim=2)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
-    expected[:, num_heads + num_kv_heads :] = heads[:, num_heads + num_kv_heads :].double()
+    expected = rotated(heads, angles[:, None], num_heads + num_kv_heads)
     guarded.assert_intact()
     cache.assert_intact()
     # The table's angles are float32, as transformers' are: 999 radians are off by up to 3e-5.

@@ -171,17 +171,6 @@ def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkey
     assert [[s.num_new_tokens for s in output.scheduled] for output in outputs] == [[30], [1, 15], [1, 15]]
 
 
-@pytest.mark.nightly_without_gpu
-def test_both_kinds_of_graph_take_turns(world):
-    engine = graphed_engine(world, "decodes", "mixed", max_num_batched_tokens=8)
-
-    add_requests(engine, world, MIXED)
-    outputs = run(engine)
-
-    assert_tokens_are_right(world, outputs, MIXED)
-    assert {size for size, _ in engine.replayed} == {8}
-
-
 def test_a_found_prefix_is_read_from_the_cache(world):
     engine = engine_of(world, "mixed")
     prompt = token_ids(21, 5)

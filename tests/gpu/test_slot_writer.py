@@ -55,6 +55,9 @@ def assert_slot_holds(manager, slot, weights):
     for key, pair in expected.items():
         for side, want, got in zip("AB", pair, found[key]):
             assert torch.equal(got, want), f"{side} of {key} in slot {slot}:\n{got}\nexpected\n{want}"
+    for module, slices in SLICES.items():
+        ranks = [slot_ranks[slot] for slot_ranks in manager.modules[module].slots.live_ranks]
+        assert ranks == [weights.rank if name in weights.pairs else 0 for name, _, _ in slices]
 
 
 @pytest.mark.parametrize("backend", ["grouped", "loops", "triton"])
@@ -79,18 +82,6 @@ def test_buffers_may_lie_anywhere():
     manager.activate_adapter(5)
 
     assert_slot_holds(manager, 0, weights)
-
-
-def test_the_backend_learns_the_live_ranks():
-    manager = make_manager()
-    weights = random_weights(6)
-    manager.add_adapter(adapter_of(6, weights))
-
-    manager.activate_adapter(6)
-
-    for module, slices in SLICES.items():
-        ranks = [slot_ranks[0] for slot_ranks in manager.modules[module].slots.live_ranks]
-        assert ranks == [weights.rank if name in weights.pairs else 0 for name, _, _ in slices]
 
 
 def test_tensors_of_an_adapter_that_was_taken_are_what_they_were():

@@ -9,16 +9,6 @@ from minivllm import SamplingParams
 from minivllm.layers.batched_draw import draw_tokens
 from minivllm.layers.sampler import draw_token
 
-FILTERS = {
-    "none": {},
-    "temperature": {"temperature": 0.3},
-    "min_p": {"min_p": 0.2},
-    "top_k": {"top_k": 7},
-    "top_k of all": {"top_k": 4000},
-    "top_p": {"top_p": 0.6},
-    "all": {"temperature": 1.7, "min_p": 0.01, "top_k": 40, "top_p": 0.8},
-}
-
 
 def generators(count, seed):
     return [torch.Generator().manual_seed(100 * seed + i) for i in range(count)]
@@ -33,27 +23,15 @@ def random_logits(rows, size, seed, scale=2.0, rounded=False):
     return logits.bfloat16() if rounded else logits
 
 
-@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16, so with ties"])
-@pytest.mark.parametrize("name", FILTERS)
-def test_equals_the_rows_drawn_one_by_one(name, rounded):
-    rows = [SamplingParams(**FILTERS[name])] * 40
-
-    for seed in range(5):
-        logits = random_logits(len(rows), 500, seed, rounded=rounded)
-
-        assert draw_tokens(logits, rows, generators(len(rows), seed)).tolist() == one_by_one(
-            logits, rows, seed
-        )
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_with_filters_of_their_own_do_not_touch_each_other(seed):
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_with_any_filters_draw_what_each_draws_alone(seed):
+    """Every second time in bfloat16, so with ties."""
     rng = random.Random(seed)
     rows = [
         SamplingParams(
-            temperature=rng.choice([0.2, 1.0, 3.0]),
-            min_p=rng.choice([0, 0, 0.1]),
-            top_k=rng.choice([-1, 0, 1, 5, 2000]),
+            temperature=rng.choice([0.2, 1.0, 1.7, 3.0]),
+            min_p=rng.choice([0, 0, 0.01, 0.2]),
+            top_k=rng.choice([-1, 0, 1, 5, 40, 2000]),
             top_p=rng.choice([1.0, 0.9, 0.3, 1e-6]),
         )
         for _ in range(60)
