@@ -21,19 +21,8 @@ from labs.kit.forks import Job, Outcome
 from labs.kit.regions import ROOT, Exercise, edit, read_engine, splice
 from labs.kit.sync import sync
 from labs.kit.variants import one_a_phase, with_variant
+from tests.tools.forked import SERVER
 
-# Processes that start with torch in them, Triton and pytest's plugins: most of what `lab` and pytest take is their
-# import. Whether Triton interprets its kernels is chosen by then: tests/conftest.py has set it for this machine.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        # Of distributed tensors `assert_close` imports all there is.
-        *("torch", "safetensors.torch", "torch.distributed.tensor", "typer.rich_utils", "pydantic"),
-        *("triton", "tokenizers", "pytest", "hypothesis", "anyio.pytest_plugin", "anyio._backends._asyncio"),
-        *("schemathesis.pytest.plugin", "schemathesis.pytest.xdist", "schemathesis.reporting.html"),
-        *("schemathesis.reporting.allure", "xdist.plugin"),
-    ]
-)
 PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "docs", "pyproject.toml")
 
 

@@ -5,10 +5,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkout import SERVER
-
 from labs.kit.compare import Recorded, read
 from labs.kit.overlay import Overlay, Source
+from tests.tools.forked import SERVER
 
 VARIANT = "mistral-one-kv-head"  # whose rotary tables need nothing of transformers: its import takes a second
 

@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
-from checkout import SERVER, Checkout, one_of_each
+from checkout import Checkout, one_of_each
 
 from labs.demos import PICTURES
 from labs.kit.mutants import mutants_of
 from labs.kit.overlay import Overlay, Source
 from labs.kit.path import track_of
 from labs.kit.regions import read_engine
+from tests.tools.forked import SERVER
 
 EXERCISES = {number: e for number, e in read_engine().items() if track_of(e) != "side"}
 SAMPLE = one_of_each(3, 6, 10, 13)

@@ -1,7 +1,6 @@
 """Mixes where an engine is not alone: beside steps, in another process, on several ranks, in pages of a GPU's slots."""
 
 import asyncio
-from functools import partial
 
 import pytest
 from mixed_world import RANK, mixed_world
@@ -10,8 +9,7 @@ from minivllm import LoRARequest
 from minivllm.config import PAGE_RANKS
 from minivllm.mixes import mix
 from minivllm.serving.async_llm import AsyncLLM
-from minivllm.serving.engine_process import EngineProcess
-from tests.worlds.engines import greedy, make_engine, run, tokens_of
+from tests.worlds.engines import engine_process, greedy, make_engine, run, tokens_of
 from tests.worlds.ranks import engines_in_lockstep
 
 PROMPT = [5, 17, 40, 8, 22, 9, 31, 12, 44]
@@ -64,10 +62,11 @@ def test_are_read_beside_steps_and_follow_their_parts(world, in_a_process):
         with pytest.raises(ValueError, match="adapter 'qv' of a mix is unknown"):
             await ask(llm, named, "gone")
 
-    if in_a_process:
-        llm = AsyncLLM(EngineProcess(partial(make_it, world.base)))
-    else:
-        llm = AsyncLLM.from_engine(make_it(world.base))
+    llm = (
+        AsyncLLM(engine_process(make_it, world.base))
+        if in_a_process
+        else AsyncLLM.from_engine(make_it(world.base))
+    )
     try:
         asyncio.run(talk(llm))
     finally:

@@ -11,6 +11,7 @@ from minivllm.errors import EngineDeadError, in_one_sentence
 from minivllm.parallel import other_ranks, shared_reading
 from minivllm.parallel.ranks import config_of, device_of
 from minivllm.serving.engine_process import EngineProcess
+from tests.tools.forked import forked_processes
 from tests.worlds.engines import OPTIONS, greedy, make_engine, tokens_of
 from tests.worlds.processes import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pids
 from tests.worlds.waiting import PATIENCE
@@ -32,7 +33,8 @@ def shared(world, engines):
     """Of two ranks, with four slots; most tests share one."""
     if not engines:
         options = {"max_loras": 4, "max_cpu_loras": 8, "threads": 1, "skip_tokenizer_init": True}
-        engines.append(world.llm(tensor_parallel_size=2, **options))
+        with forked_processes():
+            engines.append(world.llm(tensor_parallel_size=2, **options))
     return engines[0]
 
 

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -11,9 +10,8 @@ from minivllm import LLMEngine
 from minivllm.serving.engine_process import EngineProcess
 from tests.oracles.peft import Oracle
 from tests.worlds.adapters import ADAPTERS, save_adapter
-from tests.worlds.engines import make_engine
+from tests.worlds.engines import engine_process, make_engine
 from tests.worlds.models import save_base
-from tests.worlds.processes import FAR_CALLS
 from tests.worlds.servers import tokenizer_with_template
 
 PROMPTS = ("a", "tell me", "once upon a time")
@@ -42,7 +40,7 @@ class SoakWorld:
         return make_engine(self.base, tokenizer, options)
 
     def engine_process(self, tokenizer: object, **options: object) -> EngineProcess:
-        return EngineProcess(partial(make_engine, self.base, tokenizer, options), more_calls=FAR_CALLS)
+        return engine_process(make_engine, self.base, tokenizer, options)
 
     def _save_adapters(self) -> None:
         """A few are made by PEFT; the others have the same tensors, each with signs of its own."""

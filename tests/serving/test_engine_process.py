@@ -9,15 +9,15 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 
 import pytest
 
 from minivllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.errors import EngineDeadError
 from minivllm.serving.calls import step_records
-from minivllm.serving.engine_process import EngineProcess
 from minivllm.sources.resolver import LoRAResolverRegistry
-from tests.worlds.engines import OPTIONS, greedy, tokens_of
+from tests.worlds.engines import OPTIONS, engine_process, greedy, tokens_of
 from tests.worlds.models import character_tokenizer
 from tests.worlds.processes import (
     break_steps,
@@ -26,6 +26,7 @@ from tests.worlds.processes import (
     engine_itself,
     fail_to_make,
     hold_after,
+    is_there,
     process_id,
     say,
     touch,
@@ -56,6 +57,7 @@ def llm(world, shared):
 @pytest.fixture
 def own(world):
     """An engine that the test ends in some way; nothing of it may be left."""
+    forkserver.ensure_running()
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     llm = AsyncLLM(world.engine_process())
     yield llm
@@ -77,15 +79,6 @@ async def ends(coroutine, match):
 async def the_rest(outputs):
     async for _ in outputs:
         pass
-
-
-def is_there(pid):
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class TestAnswers:
@@ -349,12 +342,12 @@ class TestTheEngine:
 
     def test_that_cannot_be_made_says_why(self, world):
         with pytest.raises(ValueError, match="no such engine; make another one"):
-            EngineProcess(fail_to_make)
+            engine_process(fail_to_make)
 
     @pytest.mark.nightly
     def test_that_dies_while_it_is_made_raises_engine_dead_error(self, world):
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
-            EngineProcess(die_while_made)
+            engine_process(die_while_made)
 
 
 PARENT = """

@@ -12,6 +12,7 @@ import torch
 
 from minivllm import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from tests.oracles.peft import Oracle
+from tests.tools.forked import forked_processes
 from tests.worlds.adapters import ADAPTERS, AdapterFolders, save_adapter
 from tests.worlds.models import character_tokenizer, save_base, token_ids
 from tests.worlds.processes import FAR_CALLS
@@ -87,9 +88,7 @@ class TinyWorld(AdapterFolders):
 
     def engine_process(self, tokenizer: object = None, **options: object) -> "EngineProcess":
         """The same engine in a process of its own."""
-        from minivllm.serving.engine_process import EngineProcess  # most tests have no engine beside them
-
-        return EngineProcess(partial(make_engine, self.base, tokenizer, options), more_calls=FAR_CALLS)
+        return engine_process(make_engine, self.base, tokenizer, options)
 
     def llm(self, **options: object) -> LLM:
         return LLM(str(self.base), **{**OPTIONS, **options})
@@ -124,6 +123,14 @@ def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> L
     torch.set_num_threads(1)  # as in conftest.py, also in a process of its own
     args = EngineArgs(model=str(model), **{**OPTIONS, **options})
     return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
+
+
+def engine_process(make: Callable[..., LLMEngine], *args: object) -> "EngineProcess":
+    """A process that makes an engine."""
+    from minivllm.serving.engine_process import EngineProcess  # most tests have no engine beside them
+
+    with forked_processes():
+        return EngineProcess(partial(make, *args), more_calls=FAR_CALLS)
 
 
 _made: dict[Path, Any] = {}
