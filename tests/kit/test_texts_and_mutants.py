@@ -11,7 +11,7 @@ from labs.kit.hints import hints_of
 from labs.kit.mutants import mutants_of
 from labs.kit.overlay import engine_file
 from labs.kit.regions import ROOT, read_engine
-from tests.tools.nights import of_night
+from tests.tools.nights import by_day, of_night
 
 EXERCISES = read_engine()
 each = pytest.mark.parametrize("number", EXERCISES)
@@ -33,17 +33,13 @@ def test_an_exercise_has_tests_hints_and_a_solution(number):
     assert f"<!-- code: lab {number} -->" in part[0]
 
 
-@each
-def test_an_exercise_has_mutants(number):
-    assert mutants_of(EXERCISES[number])
-
-
-@each
-def test_a_mutant_finds_in_its_exercise_what_it_changes(number):
+@pytest.mark.parametrize("number", by_day(EXERCISES))
+def test_an_exercise_has_mutants_each_of_which_finds_what_it_changes(number):
     """To run them all is slow. A region that has changed shows here."""
-    exercise = EXERCISES[number]
+    exercise, mutants = EXERCISES[number], mutants_of(EXERCISES[number])
 
-    for mutant in mutants_of(exercise):
+    assert mutants
+    for mutant in mutants:
         assert mutant.sources()[exercise.module].text != engine_file(exercise.module).read_text(), mutant.name
 
 

@@ -1,53 +1,28 @@
 """`lab variants`: other right answers pass, all together are an engine, and last hints say what they use."""
 
 import pytest
-from checkout import Checkout, one_of_each
+from checkout import Checkout
 
 from labs.kit import variants
 from labs.kit.hints import Hints
 from labs.kit.regions import PHASES, ROOT, LabError, read_engine
 from labs.kit.variants import drift, with_variant
-from tests.tools.nights import of_night
+from tests.tools.nights import by_day, of_night
 
 EXERCISES = read_engine()
-[SAMPLE] = one_of_each(5)  # nightly all of them
 ROOMS = (
-    *(
-        "ahead",
-        "commands",
-        "core",
-        "engine",
-        "examples",
-        "gpu",
-        "layers",
-        "lora",
-        "models",
-        "observe",
-        "options",
-    ),
-    *("parallel", "policies", "serving", "sizing", "sources", "text", "vllm", "worker"),
+    *("ahead", "commands", "core", "engine", "examples", "gpu", "layers", "lora", "models", "observe"),
+    *("options", "parallel", "policies", "serving", "sizing", "sources", "text", "vllm", "worker"),
 )
 SUITE = [*(f"tests/{room}" for room in ROOMS), *(f"tests/phase_{phase[:2]}" for phase in PHASES)]
 
 
-@pytest.mark.parametrize("number", EXERCISES)
+@pytest.mark.parametrize("number", by_day(EXERCISES))
 def test_a_last_hint_says_what_its_variant_uses(number):
     exercise = EXERCISES[number]
 
     assert with_variant(exercise) != exercise.text
     assert drift(exercise) is None
-
-
-@pytest.fixture
-def tried(monkeypatch):
-    """What is said of lab 3.1 with this last hint and this variant."""
-
-    def tried(hint, code):
-        monkeypatch.setattr(variants, "hints_of", lambda exercise: Hints(9, ["", "", hint]))
-        monkeypatch.setattr(variants, "variant_of", lambda exercise: code)
-        return drift(EXERCISES["3.1"])
-
-    return tried
 
 
 @pytest.mark.parametrize(
@@ -65,10 +40,12 @@ def tried(monkeypatch):
         ("lora_index_to_id, token_slots", None),
     ],
 )
-def test_names_that_hint_and_code_do_not_share_are_said(tried, hint, said):
-    assert (
-        tried(hint, "def f(self, x):\n    rows = self.token_slots(len(x))\n    return sorted(rows)\n") == said
-    )
+def test_names_that_hint_and_code_do_not_share_are_said(monkeypatch, hint, said):
+    code = "def f(self, x):\n    rows = self.token_slots(len(x))\n    return sorted(rows)\n"
+    monkeypatch.setattr(variants, "hints_of", lambda exercise: Hints(9, ["", "", hint]))
+    monkeypatch.setattr(variants, "variant_of", lambda exercise: code)
+
+    assert drift(EXERCISES["3.1"]) == said
 
 
 @pytest.mark.parametrize(
@@ -94,23 +71,18 @@ def signs(result):
     return {line.partition(":")[0]: line for line in result.stdout.strip().split("\n")}
 
 
-def test_a_variant_passes_its_exercises_tests(shared):
-    result = shared.lab("variants", SAMPLE)
-
-    assert [*signs(result)] == [f"✓ {SAMPLE}"], result.stdout
-    assert result.returncode == 0
-
-
-def test_a_variant_that_fails_is_an_error(shared):
+def test_a_variant_passes_its_exercises_tests_or_is_an_error(shared):
     path = shared.file("3.4").parent / "variants/3.4.toml"
     right = path.read_text()
-    path.write_text(right.replace(">= 0", ">= -1"))
 
-    result = shared.lab("variants", "3.4")
+    passes = shared.lab("variants", "3.4")
+    path.write_text(right.replace(">= 0", ">= -1"))
+    fails = shared.lab("variants", "3.4")
 
     path.write_text(right)
-    assert result.stdout.startswith("✗ 3.4: tests/phase_03/test_")
-    assert result.returncode == 1
+    assert [*signs(passes)] == ["✓ 3.4"], passes.stdout
+    assert fails.stdout.startswith("✗ 3.4: tests/phase_03/test_")
+    assert (passes.returncode, fails.returncode) == (0, 1)
 
 
 @pytest.mark.nightly
