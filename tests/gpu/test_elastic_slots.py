@@ -154,12 +154,12 @@ def test_more_adapters_than_pages_take_turns_and_all_are_right(world):
 def test_keys_and_values_take_pages_back_from_idle_adapters(world):
     """Adapters first fill memory, then long requests of the base model need it."""
     engine = elastic_engine(world, enable_prefix_caching=False, **small_memory(world, pages=18, blocks=70))
-    few = [(name, name, 4, 2) for name in world.names]
+    few = [(name, name, 4, 1) for name in world.names]
     add(engine, world, few)
     outputs = run(engine)
     assert_books_agree(engine)
 
-    many = [(f"base-{i}", None, 80, 2) for i in range(6)]
+    many = [(f"base-{i}", None, 80, 1) for i in range(6)]
     add(engine, world, many)
     evictions = engine.trace.summary()["evictions"]
     outputs |= run(engine)

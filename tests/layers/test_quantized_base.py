@@ -147,7 +147,7 @@ class TestMixedBatch:
         ]
 
     @pytest.mark.parametrize(
-        "backend", ["auto", "loops", pytest.param("triton", marks=[pytest.mark.nightly, interpreted])]
+        "backend", ["auto", pytest.param("triton", marks=[pytest.mark.nightly, interpreted])]
     )
     def test_gives_the_tokens_and_logits_of_peft_on_the_same_int8_weights_and_not_those_of_plain_ones(
         self, world, oracle, pairs, backend

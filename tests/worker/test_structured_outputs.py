@@ -29,9 +29,9 @@ PROMPTS = ["The capital is", "SELECT name FROM", "Where do you live?"]
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 12},
+        "name": {"type": "string", "maxLength": 5},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "b\n", "ü"]}, "maxItems": 3},
+        "tags": {"type": "array", "items": {"enum": ["a", "b\n", "ü"]}, "maxItems": 2},
     },
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
@@ -140,8 +140,7 @@ def oracle(base):
 
 
 def test_choices_are_what_transformers_and_peft_choose(llm, oracle):
-    adapters = [None, lora(0), lora(1)]
-    cases = [(adapter, prompt) for adapter in adapters for prompt in PROMPTS[:2]]
+    cases = [(None, PROMPTS[0]), (lora(0), PROMPTS[1]), (lora(1), PROMPTS[0]), (lora(1), PROMPTS[1])]
 
     outputs = llm.generate(
         [prompt for _, prompt in cases],
