@@ -31,36 +31,24 @@ BACKENDS = {
 }
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6}
 
-# Wrapper -> the base linear, made as vLLM's tests make it, and the widths of what adapters name.
-WRAPPERS = {
-    "ReplicatedLinearWithLoRA": (lambda **o: ReplicatedLinear(WIDTH, 7, bias=False, **o), [7]),
-    "ColumnParallelLinearWithLoRA": (lambda **o: ColumnParallelLinear(WIDTH, 20, **o), [20]),
-    "ColumnParallelLinearWithShardedLoRA": (lambda **o: ColumnParallelLinear(WIDTH, 20, **o), [20]),
-    "RowParallelLinearWithLoRA": (lambda **o: RowParallelLinear(WIDTH, 18, **o), [18]),
-    "RowParallelLinearWithShardedLoRA": (lambda **o: RowParallelLinear(WIDTH, 18, **o), [18]),
-    "MergedColumnParallelLinearWithLoRA": (
-        lambda **o: MergedColumnParallelLinear(WIDTH, [15, 9], bias=False, **o),
-        [15, 9],
-    ),
-    "MergedColumnParallelLinearWithShardedLoRA": (
-        lambda **o: MergedColumnParallelLinear(WIDTH, [15, 9], **o),
-        [15, 9],
-    ),
-    "QKVParallelLinearWithLoRA": (lambda **o: QKVParallelLinear(WIDTH, 6, 4, 2, **o), [48]),
-    "QKVParallelLinearWithShardedLoRA": (lambda **o: QKVParallelLinear(WIDTH, 6, 4, 2, **o), [48]),
-    "MergedQKVParallelLinearWithLoRA": (
-        lambda **o: QKVParallelLinear(WIDTH, 6, 4, 2, bias=False, **o),
-        [24, 12, 12],
-    ),
-    "MergedQKVParallelLinearWithShardedLoRA": (
-        lambda **o: QKVParallelLinear(WIDTH, 6, 4, 2, **o),
-        [24, 12, 12],
-    ),
-    "MergedColumnParallelLinearVariableSliceWithLoRA": (
-        lambda **o: MergedColumnParallelLinear(WIDTH, [5, 8, 11, 3], bias=False, **o),
+# Kind of wrapper -> the base linear, made as vLLM's tests make it, and the widths of what adapters name.
+KINDS = {
+    "ReplicatedLinear": (lambda **o: ReplicatedLinear(WIDTH, 7, **o), [7]),
+    "ColumnParallelLinear": (lambda **o: ColumnParallelLinear(WIDTH, 20, **o), [20]),
+    "RowParallelLinear": (lambda **o: RowParallelLinear(WIDTH, 18, **o), [18]),
+    "MergedColumnParallelLinear": (lambda **o: MergedColumnParallelLinear(WIDTH, [16, 8], **o), [16, 8]),
+    "QKVParallelLinear": (lambda **o: QKVParallelLinear(WIDTH, 6, 4, 2, **o), [48]),
+    "MergedQKVParallelLinear": (lambda **o: QKVParallelLinear(WIDTH, 6, 4, 2, **o), [24, 12, 12]),
+    "MergedColumnParallelLinearVariableSlice": (
+        lambda **o: MergedColumnParallelLinear(WIDTH, [5, 8, 11, 3], **o),
         [5, 8, 11, 3],
     ),
 }
+SHARDED = [
+    *("ColumnParallelLinear", "RowParallelLinear", "MergedColumnParallelLinear"),
+    *("QKVParallelLinear", "MergedQKVParallelLinear"),
+]
+WRAPPERS = [*(f"{kind}WithLoRA" for kind in KINDS), *(f"{kind}WithShardedLoRA" for kind in SHARDED)]
 # Adapter id -> rank of each part that it has, None = it leaves the part alone; over again for more parts.
 ADAPTERS = {21: [4, None, 2], 22: [RANK, 1, 3], 23: [None, 5]}
 TABLE = [22, None, 23, 21]
@@ -138,8 +126,15 @@ class Wrapped:
 
 
 def make(name, backend):
-    base, parts = WRAPPERS[name]
-    return Wrapped(getattr(layers, name), backend, base(params_dtype=BACKENDS[backend], prefix=name), parts)
+    """The plain wrappers on linears without a bias, the sharded ones on linears with one."""
+    kind, suffix = name.split("With")
+    make_base, parts = KINDS[kind]
+    base = make_base(bias=suffix != "LoRA", params_dtype=BACKENDS[backend], prefix=name)
+    return Wrapped(getattr(layers, name), backend, base, parts)
+
+
+def names_of(parts):
+    return [f"part_{i}" for i in range(len(parts))] if len(parts) > 1 else ["whole"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,45 +159,34 @@ def test_a_slice_for_each_part_of_one_adapter_over_all(backend):
     wrapped.assert_answers(IDS)
 
 
-SHARDED = [name for name in WRAPPERS if "Sharded" in name]
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fully_sharded", [False, True])
-def test_from_layer_takes_the_sharded_wrapper_where_the_config_asks_for_it(name, fully_sharded):
-    base, parts = WRAPPERS[name]
+def test_from_layer_takes_the_sharded_wrapper_where_the_config_asks_for_it(kind, fully_sharded):
+    make_base, parts = KINDS[kind]
     config = LoRAConfig(RANK, SLOTS, fully_sharded_loras=fully_sharded)
-    sharded = name if name in SHARDED else name.replace("WithLoRA", "WithShardedLoRA")
-    expected = sharded if fully_sharded and sharded in SHARDED else name.replace("WithSharded", "With")
-    parts = [f"part_{i}" for i in range(len(parts))] if len(parts) > 1 else ["whole"]
+    expected = f"{kind}With{'Sharded' if fully_sharded and kind in SHARDED else ''}LoRA"
 
-    wrapped = from_layer(base(), max_loras=SLOTS, lora_config=config, packed_modules_list=parts)
+    wrapped = from_layer(
+        make_base(), max_loras=SLOTS, lora_config=config, packed_modules_list=names_of(parts)
+    )
 
     assert type(wrapped).__name__ == expected
 
 
-# Base linear of one of two ranks, the names of its parts -> the kind of wrapper that takes it.
-SHARED = [
-    (lambda tp: ColumnParallelLinear(WIDTH, 20, tp=tp), [], "ColumnParallelLinear"),
-    (lambda tp: RowParallelLinear(WIDTH, 18, tp=tp), [], "RowParallelLinear"),
-    (lambda tp: MergedColumnParallelLinear(WIDTH, [16, 8], tp=tp), ["a", "b"], "MergedColumnParallelLinear"),
-    (lambda tp: QKVParallelLinear(WIDTH, 6, 4, 2, tp=tp), ["whole"], "QKVParallelLinear"),
-    (lambda tp: QKVParallelLinear(WIDTH, 6, 4, 2, tp=tp), ["q", "k", "v"], "MergedQKVParallelLinear"),
-]
-
-
 @pytest.mark.parametrize("fully_sharded", [False, True])
-@pytest.mark.parametrize(("make_base", "parts", "name"), SHARED)
-def test_of_a_linear_that_ranks_share_one_wrapper_alone_cuts_what_the_config_says(
-    make_base, parts, name, fully_sharded
-):
-    base, config = make_base(TensorParallel(0, 2)), LoRAConfig(RANK, SLOTS, fully_sharded_loras=fully_sharded)
-    plain, sharded = (getattr(layers, f"{name}With{kind}") for kind in ("LoRA", "ShardedLoRA"))
+@pytest.mark.parametrize("kind", SHARDED)
+def test_of_a_linear_that_ranks_share_one_wrapper_alone_cuts_what_the_config_says(kind, fully_sharded):
+    make_base, parts = KINDS[kind]
+    base, config = (
+        make_base(tp=TensorParallel(0, 2)),
+        LoRAConfig(RANK, SLOTS, fully_sharded_loras=fully_sharded),
+    )
+    plain, sharded = (getattr(layers, f"{kind}With{suffix}") for suffix in ("LoRA", "ShardedLoRA"))
 
-    answers = [wrapper.can_replace_layer(base, config, parts) for wrapper in (plain, sharded)]
+    answers = [wrapper.can_replace_layer(base, config, names_of(parts)) for wrapper in (plain, sharded)]
 
     assert answers == [not fully_sharded, fully_sharded]
-    assert type(from_layer(base, SLOTS, config, parts)) is (sharded if fully_sharded else plain)
+    assert type(from_layer(base, SLOTS, config, names_of(parts))) is (sharded if fully_sharded else plain)
 
 
 def test_a_linear_that_every_rank_has_whole_has_one_wrapper_whatever_is_sharded():
