@@ -85,35 +85,34 @@ def test_one_unknown_module_among_many_is_enough(wrapped):
 
 @pytest.mark.lab("2.7")
 @pytest.mark.parametrize(
-    ("name", "nearest"),
+    ("names", "said"),
     [
-        ("layers.0.attn.out_proj", "layers.0.attn.o_proj"),
-        ("layers.2.attn.q_proj", "layers.1.attn.q_proj"),
-        ("model.layers.1.mlp.down_proj", "layers.1.mlp.down_proj"),
-        ("layers.0.mlp.w1_up_proj", "layers.0.mlp.up_proj"),
+        (
+            ["layers.0.router", "layers.0.attn.out_proj"],
+            ["'layers.0.attn.out_proj' (nearest: ", "layers.0.attn.o_proj"],
+        ),
+        (
+            ["layers.0.router", "layers.2.attn.q_proj"],
+            ["'layers.2.attn.q_proj' (nearest: ", "layers.1.attn.q_proj"],
+        ),
+        (
+            ["model.layers.1.mlp.down_proj"],
+            ["'model.layers.1.mlp.down_proj' (nearest: ", "layers.1.mlp.down_proj"],
+        ),
+        (["layers.0.mlp.w1_up_proj"], ["'layers.0.mlp.w1_up_proj' (nearest: ", "layers.0.mlp.up_proj"]),
+        (["zzz"], ["'zzz'"]),
+        (["lm_head"], ["'lm_head'"]),
+        (
+            [f"transformer.h.{i}.c_attn" for i in range(9)],
+            ["'transformer.h.0.c_attn'", "'transformer.h.3.c_attn'", "and 5 more"],
+        ),
     ],
+    ids=lambda texts: texts[0],
 )
-def test_a_module_that_is_not_there_is_named_with_the_nearest_ones(wrapped, name, nearest):
-    lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), name: ((2, 12), (16, 2))})
+def test_a_module_that_is_not_there_is_named_with_the_nearest_ones(wrapped, names, said):
+    lora = adapter_of(dict.fromkeys(names, ((2, 12), (3, 2))))
 
-    assert_refused(wrapped, lora, f"'{name}' (nearest: ", nearest)
-
-
-@pytest.mark.lab("2.7")
-def test_a_name_like_no_other_is_named_without_any(wrapped):
-    assert_refused(wrapped, adapter_of({"zzz": ((2, 12), (16, 2))}), "'zzz'")
-
-
-@pytest.mark.lab("2.7")
-def test_all_modules_unknown_is_refused_however_many(wrapped):
-    lora = adapter_of({f"transformer.h.{i}.c_attn": ((2, 12), (16, 2)) for i in range(9)})
-
-    assert_refused(wrapped, lora, "'transformer.h.0.c_attn'", "'transformer.h.3.c_attn'", "and 5 more")
-
-
-@pytest.mark.lab("2.7")
-def test_the_head_cannot_be_adapted(wrapped):
-    assert_refused(wrapped, adapter_of({"lm_head": ((2, 12), (11, 2))}), "'lm_head'")
+    assert_refused(wrapped, lora, *said)
 
 
 @pytest.mark.lab("2.7")

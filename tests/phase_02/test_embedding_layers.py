@@ -212,6 +212,24 @@ def refuse(punica, *names):
         setattr(punica, name, refused)
 
 
+# Batches of tokens, the slot of each, and the slots of the rows that are sampled where that is something else.
+EMBEDDED = {
+    "the same token for every adapter": [([7] * 8, [3, -1, 1, 1, 4, -1, 2, 3])],
+    "the first and the last of the vocabulary": [
+        ([0, VOCAB - 1, 0, VOCAB - 1, VOCAB - 1], [4, 4, 1, -1, 3]),
+    ],
+    "prompts, of which one row is sampled": [([7, 8, 7, 9, 8, 7], [4, 4, 4, -1, 1, 1], [4, -1, 1])],
+    "one row alone": [([5], [slot]) for slot in RANKS],
+}
+# The slots of a batch's tokens, and of the rows that are sampled.
+SAMPLED = {
+    "prompts of many tokens": [([3, 3, 3, -1, -1, 1, 1, 1, 1, 4, 4, 2], [3, -1, 1, 4, 2])],
+    "a prompt in chunks that is not sampled yet": [([1, 1, 4, -1, 3, 3, 3], [4, -1])],
+    "base rows only": [([1, 1, -1, -1, -1], [-1, -1])],
+    "one row alone": [([slot], [slot]) for slot in RANKS],
+}
+
+
 class EmbeddingTests:
     """Each with and without room for added tokens."""
 
@@ -221,27 +239,14 @@ class EmbeddingTests:
 
         embedding.assert_answers(some_tokens(slots, 2, extra), slots)
 
-    def test_the_same_token_is_another_for_every_adapter(self, backend, dtype, extra):
-        embedding = Embedding(backend, dtype, extra)
-        slots = [3, -1, 1, 1, 4, -1, 2, 3]
-
-        embedding.assert_answers([7] * 8, slots)
-
-    def test_the_first_and_the_last_token_of_the_vocabulary(self, backend, dtype, extra):
+    @pytest.mark.parametrize("case", EMBEDDED)
+    def test_every_token_gets_its_own_adapter_in(self, backend, dtype, extra, case):
         embedding = Embedding(backend, dtype, extra)
 
-        embedding.assert_answers([0, VOCAB - 1, 0, VOCAB - 1, VOCAB - 1], [4, 4, 1, -1, 3])
+        for batch in EMBEDDED[case]:
+            embedding.assert_answers(*batch)
 
-    def test_the_rows_are_tokens_and_not_the_requests_that_are_sampled(self, backend, dtype, extra):
-        embedding = Embedding(backend, dtype, extra)
-
-        embedding.assert_answers([7, 8, 7, 9, 8, 7], [4, 4, 4, -1, 1, 1], [4, -1, 1])
-
-    def test_one_row_alone(self, backend, dtype, extra):
-        embedding = Embedding(backend, dtype, extra)
-
-        for slot in RANKS:
-            embedding.assert_answers([5], [slot])
+        assert torch.equal(embedding.layer.weight.cpu(), embedding.weight), "the base weight was written to"
 
     def test_a_batch_without_adapters_is_the_base_layers(self, backend, dtype, extra):
         embedding = Embedding(backend, dtype, extra)
@@ -251,14 +256,6 @@ class EmbeddingTests:
 
         assert torch.equal(embedding.run(ids), embedding.weight[ids])
 
-    def test_nothing_is_written_to_the_base_weight(self, backend, dtype, extra):
-        embedding = Embedding(backend, dtype, extra)
-        before = embedding.weight.clone()
-
-        embedding.assert_answers([3, 3, 4], [1, 4, -1])
-
-        assert torch.equal(embedding.layer.weight.cpu(), before)
-
 
 class LogitsTests:
     def test_every_row_gets_its_own_adapter(self, backend, dtype, extra):
@@ -267,28 +264,13 @@ class LogitsTests:
 
         logits.assert_answers(randn(20, HIDDEN, seed=4, dtype=dtype), slots)
 
-    def test_the_rows_are_those_that_are_sampled_and_not_the_batchs_tokens(self, backend, dtype, extra):
-        """A prompt of many tokens has one row of logits."""
-        logits = Logits(backend, dtype, extra)
-        token_slots = [3, 3, 3, -1, -1, 1, 1, 1, 1, 4, 4, 2]
-
-        logits.assert_answers(randn(5, HIDDEN, seed=5, dtype=dtype), token_slots, [3, -1, 1, 4, 2])
-
-    def test_a_prompt_in_chunks_that_is_not_sampled_yet(self, backend, dtype, extra):
+    @pytest.mark.parametrize("case", SAMPLED)
+    def test_the_rows_are_those_that_are_sampled_and_not_the_batchs_tokens(self, backend, dtype, extra, case):
         logits = Logits(backend, dtype, extra)
 
-        logits.assert_answers(randn(2, HIDDEN, seed=6, dtype=dtype), [1, 1, 4, -1, 3, 3, 3], [4, -1])
-
-    def test_only_base_rows_are_sampled(self, backend, dtype, extra):
-        logits = Logits(backend, dtype, extra)
-
-        logits.assert_answers(randn(2, HIDDEN, seed=6, dtype=dtype), [1, 1, -1, -1, -1], [-1, -1])
-
-    def test_one_row_alone(self, backend, dtype, extra):
-        logits = Logits(backend, dtype, extra)
-
-        for slot in RANKS:
-            logits.assert_answers(randn(1, HIDDEN, seed=slot, dtype=dtype), [slot])
+        for token_slots, sample_slots in SAMPLED[case]:
+            rows = randn(len(sample_slots), HIDDEN, seed=5, dtype=dtype)
+            logits.assert_answers(rows, token_slots, sample_slots)
 
     def test_a_bias_of_the_base_models_stays(self, backend, dtype, extra):
         logits = Logits(backend, dtype, extra)
@@ -317,14 +299,6 @@ class TestAnEmbeddingOnTheStandIn(EmbeddingTests):
 
         embedding.run([3, 4])
 
-    def test_nothing_is_looked_up_when_no_adapter_of_the_step_has_weights_here(self, backend, dtype, extra):
-        embedding = Embedding(backend, dtype, extra)
-        embedding.punica.reaches = lambda layer: False
-        refuse(embedding.punica, "expand")
-
-        slots = [2, -1]
-        embedding.assert_answers(some_tokens(slots, 3, extra), slots)
-
 
 @pytest.mark.parametrize("extra", [0, EXTRA])
 @pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype(BACKENDS))
@@ -342,13 +316,6 @@ class TestLogitsOnTheStandIn(LogitsTests):
         refuse(logits.punica, "sample_slots", "sample_rows", "add")
 
         logits.run(randn(2, HIDDEN, seed=9, dtype=dtype))
-
-    def test_nothing_is_added_when_no_adapter_of_the_step_has_weights_here(self, backend, dtype, extra):
-        logits = Logits(backend, dtype, extra)
-        logits.punica.reaches = lambda layer: False
-        refuse(logits.punica, "add")
-
-        logits.assert_answers(randn(3, HIDDEN, seed=9, dtype=dtype), [2, -1, 2])
 
     def test_what_a_head_computes_beside_its_weight_is_kept(self, backend, dtype, extra):
         """Such as a bias, or a weight in int8: the head is asked for its logits, not read."""
@@ -486,6 +453,15 @@ def test_a_batch_may_have_fewer_rows_than_the_step_was_told_of(end):
 
     layer.step = lambda *slots: None
     assert_some_answers(layer, slots)
+
+
+@both_ends
+def test_nothing_is_added_when_no_adapter_of_the_step_has_weights_here(end):
+    layer = end(extra=EXTRA)
+    layer.punica.reaches = lambda slots: False
+    refuse(layer.punica, "add", "expand")
+
+    assert_some_answers(layer, [2, -1, 2])
 
 
 @both_ends

@@ -141,26 +141,20 @@ def test_slots_are_where_the_base_weight_is():
 
 
 @pytest.mark.lab("2.1")
-def test_slices_do_not_share_their_live_ranks():
-    layer = wrapped("qkv")
-
-    layer.slots.live_ranks[0][1] = 4
-
-    assert layer.slots.live_ranks == [[0, 4, 0], [0, 0, 0], [0, 0, 0]]
-
-
-@pytest.mark.lab("2.1")
 def test_slots_are_in_the_buffers_that_were_given():
-    """Who has made them, in a GPU's pool for one, goes on looking into them."""
+    """Who has made them, in a GPU's pool for one, goes on looking into them, and may change his list of them."""
     a, b = (
         [torch.zeros(3, 1, 2, 5), torch.zeros(3, 1, 2, 5)],
         [torch.zeros(3, 1, 4, 2), torch.zeros(3, 1, 6, 2)],
     )
+    given = [*a, *b]
 
     slots = Slots(a, b)
+    a.clear()
+    b.clear()
 
-    for given, kept in zip((*a, *b), (*slots.a, *slots.b), strict=True):
-        assert given.data_ptr() == kept.data_ptr(), "slots are another buffer than the one that was given"
+    for buffer, kept in zip(given, (*slots.a, *slots.b), strict=True):
+        assert buffer.data_ptr() == kept.data_ptr(), "slots are another buffer than the one that was given"
 
 
 @pytest.mark.lab("2.1")
@@ -174,74 +168,48 @@ def test_slots_of_another_class_are_made_of_that_class():
 
 
 @pytest.mark.lab("2.1")
-def test_new_slots_have_nothing_beside_them():
-    first, second = (wrapped("qkv", slots=4).slots for _ in range(2))
-
-    assert first.beside == second.beside == {}
-    assert first.beside is not second.beside, "one dict beside the slots of two layers"
-
-
-@pytest.mark.lab("2.1")
-def test_nothing_is_live_in_a_new_slot():
-    slots, others = (wrapped("row").slots for _ in range(2))
+def test_new_slots_have_nothing_live_and_nothing_beside_them_and_share_neither():
+    slots, others = (wrapped("qkv").slots for _ in range(2))
 
     assert [slots.live(slot) for slot in range(SLOTS)] == [[], [], []]
-    slots.write(1, [biased_part(2, seed=1)])
+    assert slots.beside == others.beside == {}
+    assert slots.beside is not others.beside, "one dict beside the slots of two layers"
+    slots.write(1, [None, random_part(2, seed=1, height=6), None])
     assert len(slots.live(1)) == 1
+    assert slots.live_ranks == [[0, 0, 0], [0, 2, 0], [0, 0, 0]], "live ranks of q, k and v, after one of k"
     assert others.live(1) == [], "what is live in one layer's slot is so in another's"
 
 
 @pytest.mark.lab("2.1")
-def test_whoever_made_the_buffers_may_change_his_list_of_them():
-    a, b = [torch.zeros(SLOTS, 1, RANK, WIDTH)], [torch.zeros(SLOTS, 1, 7, RANK)]
-
-    slots = Slots(a, b)
-    a.clear()
-    b.clear()
-
-    assert (len(slots.a), len(slots.b)) == (1, 1)
-
-
-@pytest.mark.lab("2.1")
-def test_every_expert_has_a_matrix_in_a_slot():
+def test_every_expert_has_a_matrix_in_a_slot_and_numbers_lie_in_the_order_of_their_indices():
     slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts=4)
 
-    shapes = [tuple(buffer.shape) for buffer in (*slots.a, *slots.b)]
-    assert shapes == [(SLOTS, 4, RANK, 10), (SLOTS, 4, RANK, 7), (SLOTS, 4, 7, RANK), (SLOTS, 4, 5, RANK)]
+    matrices = [(RANK, 10), (RANK, 7), (7, RANK), (5, RANK)]
+    buffers = (*slots.a, *slots.b)
+    assert [tuple(buffer.shape) for buffer in buffers] == [(SLOTS, 4, n, k) for n, k in matrices]
+    assert [buffer.stride() for buffer in buffers] == [(4 * n * k, n * k, k, 1) for n, k in matrices]
     assert slots.live_ranks == [[0] * SLOTS, [0] * SLOTS]
 
 
 @pytest.mark.lab("2.1")
-def test_slices_do_not_share_a_buffer():
-    layer = wrapped("qkv")
-
-    buffers = [*layer.lora_a_stacked, *layer.lora_b_stacked]
-
-    for number, buffer in enumerate(buffers):
-        buffer.fill_(number)
-
-    assert [buffer.unique().tolist() for buffer in buffers] == [[number] for number in range(len(buffers))]
-
-
-@pytest.mark.lab("2.1")
 @pytest.mark.parametrize("experts", [1, 4])
-def test_slots_and_experts_do_not_share_memory(experts):
+def test_slices_slots_and_experts_do_not_share_memory(experts):
     """`expand` gives the right shape over the memory of one slot: every adapter would be the one written last."""
-    slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts)
-    numbers = torch.arange(float(SLOTS * experts)).reshape(SLOTS, experts)
+    slots = Slots.empty(SLOTS, RANK, [(10, 7), (10, 7)], torch.float32, "cpu", experts)
+    numbers = torch.arange(float(4 * SLOTS * experts)).reshape(4, SLOTS, experts)
 
-    for buffer in (*slots.a, *slots.b):
+    for of_buffer, buffer in zip(numbers, (*slots.a, *slots.b)):
         for slot in range(SLOTS):
             for expert in range(experts):
-                buffer[slot, expert] = numbers[slot, expert]
+                buffer[slot, expert] = of_buffer[slot, expert]
 
-    for i in range(2):
-        for side, buffer in (("A", slots.a[i]), ("B", slots.b[i])):
-            assert_slots_equal(
-                buffer.flatten(0, 1)[:, None],
-                numbers.reshape(-1, 1, 1, 1).expand(-1, 1, *buffer.shape[2:]),
-                f"{side} of slice {i}, in which every expert of every slot has a number of its own",
-            )
+    names = ["A of slice 0", "A of slice 1", "B of slice 0", "B of slice 1"]
+    for name, of_buffer, buffer in zip(names, numbers, (*slots.a, *slots.b)):
+        assert_slots_equal(
+            buffer.flatten(0, 1)[:, None],
+            of_buffer.reshape(-1, 1, 1, 1).expand(-1, 1, *buffer.shape[2:]),
+            f"{name}, in which every expert of every slot has a number of its own",
+        )
 
 
 def filled_slots(experts, rank=RANK, heights=(7, 1, 5)):
@@ -252,15 +220,6 @@ def filled_slots(experts, rank=RANK, heights=(7, 1, 5)):
     slots.live_ranks = [[1, 0, rank] for _ in heights]
     slots.beside = {"bias": tuple(torch.ones(SLOTS, 1, height) for height in heights)}
     return slots
-
-
-@pytest.mark.lab("2.1")
-def test_new_slots_lie_in_the_order_of_their_indices():
-    slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts=2)
-
-    strides = [buffer.stride() for buffer in (*slots.a, *slots.b)]
-    expected = [(2 * n * k, n * k, k, 1) for n, k in ((RANK, 10), (RANK, 7), (7, RANK), (5, RANK))]
-    assert strides == expected
 
 
 @pytest.mark.lab("2.1")
@@ -302,7 +261,7 @@ def test_slots_by_column_have_the_same_contents_under_the_same_indices(experts, 
 @pytest.mark.lab("2.1")
 def test_slots_by_column_are_written_and_cleared_like_others():
     moved = Slots.empty(SLOTS, RANK, [(WIDTH, 7)], torch.float32, "cpu").by_column()
-    part = biased_part(4, seed=1)
+    part = random_part(4, seed=1)
     part.beside = {}
 
     moved.write(1, [part])
@@ -339,36 +298,24 @@ def test_a_layer_whose_weight_was_packed_away_still_gets_slots():
 
 
 @pytest.mark.lab("2.2")
-@pytest.mark.parametrize(("kind", "ranks"), [("row", [4]), ("gate_up", [6, 1]), ("qkv", [2, 5, 3])])
-def test_an_adapter_fills_its_slot_and_nothing_else(kind, ranks):
+@pytest.mark.parametrize(
+    ("kind", "last", "ranks"),
+    [
+        pytest.param("row", None, [4], id="row"),
+        pytest.param("gate_up", None, [6, 1], id="gate_up"),
+        pytest.param("qkv", [6, 6, 6], [2, 1, 3], id="qkv, over a longer adapter"),
+        pytest.param("qkv", [3, 5, 6], [4, 0, 2], id="q and v, over an adapter that has k"),
+    ],
+)
+def test_an_adapter_fills_its_slot_and_nothing_else(kind, last, ranks):
     layer = wrapped(kind)
     adapter = random_adapter(kind, ranks, seed=1)
+    if last:
+        layer.set_lora(1, *random_adapter(kind, last, seed=2))
 
     layer.set_lora(1, *adapter)
 
     assert_holds(layer, kind, {1: adapter})
-
-
-@pytest.mark.lab("2.2")
-def test_a_shorter_adapter_leaves_nothing_of_a_longer_one():
-    layer = wrapped("qkv")
-    short = random_adapter("qkv", [2, 1, 3], seed=2)
-    layer.set_lora(0, *random_adapter("qkv", [6, 6, 6], seed=1))
-
-    layer.set_lora(0, *short)
-
-    assert_holds(layer, "qkv", {0: short})
-
-
-@pytest.mark.lab("2.2")
-def test_a_slice_without_weights_is_cleared_of_the_last_adapters():
-    layer = wrapped("qkv")
-    q_and_v = random_adapter("qkv", [4, 0, 2], seed=2)
-    layer.set_lora(2, *random_adapter("qkv", [3, 5, 6], seed=1))
-
-    layer.set_lora(2, *q_and_v)
-
-    assert_holds(layer, "qkv", {2: q_and_v})
 
 
 @pytest.mark.lab("2.2")
@@ -385,18 +332,17 @@ def test_a_reset_slot_is_empty_and_the_others_keep_theirs(kind):
 
 
 @pytest.mark.lab("2.2")
-@pytest.mark.parametrize("write", ["set_lora", "reset_lora"])
-def test_who_asks_is_told_that_a_slot_has_changed_once_it_has(write):
-    layer = wrapped("row")
-    layer.set_lora(1, *random_adapter("row", [2], seed=2))
-    told, slots = [], layer.slots
-    slots.changed = lambda slot: told.append((slot, slots.live_ranks[0][slot]))
+def test_who_asks_is_told_of_a_change_when_all_of_it_is_there():
+    slots, bias, told = biased(wrapped("row").slots), torch.linspace(-1, 1, 7)[None], []
+    slots.changed = lambda slot: told.append(
+        (slot, slots.live_ranks[0][slot], slots.beside["bias"][0][slot, 0].tolist())
+    )
 
-    getattr(layer, write)(1, *(random_adapter("row", [4], seed=1) if write == "set_lora" else ()))
+    slots.write(1, [random_part(4, seed=2, bias=bias)])
+    slots.clear(1)
 
-    rank = 4 if write == "set_lora" else 0
-    assert told == [(1, rank)], (
-        f"told was (slot, live rank by then): {told}, expected once, slot 1, rank {rank}"
+    assert told == [(1, 4, bias[0].tolist()), (1, 0, [0.0] * 7)], (
+        f"a write of rank 4 and a clear; told was (slot, live rank and bias by then): {told}"
     )
 
 
@@ -406,8 +352,8 @@ def biased(slots, height=7):
     return slots
 
 
-def biased_part(rank, seed, bias=None):
-    lora_a, lora_b = random_pair(WIDTH, rank, 7, seed, torch.float32)
+def random_part(rank, seed, bias=None, height=7):
+    lora_a, lora_b = random_pair(WIDTH, rank, height, seed, torch.float32)
     beside = {} if bias is None else {"bias": bias}
     return LoRALayerWeights("row", rank, 1, lora_a, lora_b, scaling=1, beside=beside)
 
@@ -419,29 +365,17 @@ def test_what_an_adapter_has_beside_a_and_b_comes_and_goes_with_it(leave):
     slots, bias = biased(wrapped("row").slots), torch.linspace(-1, 1, 7)[None]
     neighbours = bias * 3
 
-    slots.write(0, [biased_part(2, 1, neighbours)])
-    slots.write(1, [biased_part(4, 2, bias)])
+    slots.write(0, [random_part(2, 1, neighbours)])
+    slots.write(1, [random_part(4, 2, bias)])
 
     table = slots.beside["bias"][0]
     assert_rows_equal(table[:, 0], torch.cat([neighbours, bias, torch.zeros(1, 7)]), what="biases by slot")
     if leave == "a clear":
         slots.clear(1)
     else:
-        slots.write(1, [biased_part(6, 3) if leave == "another with none" else None])
+        slots.write(1, [random_part(6, 3) if leave == "another with none" else None])
     left = torch.cat([neighbours, torch.zeros(2, 7)])
     assert_rows_equal(table[:, 0], left, what=f"biases by slot, after slot 1 took {leave}")
-
-
-@pytest.mark.lab("2.2")
-def test_who_asks_is_told_of_a_change_when_all_of_it_is_there():
-    slots, bias, told = biased(wrapped("row").slots), torch.linspace(-1, 1, 7)[None], []
-    slots.changed = lambda slot: told.append(slots.beside["bias"][0][slot].clone())
-
-    slots.write(1, [biased_part(4, 2, bias)])
-    slots.clear(1)
-
-    assert len(told) == 2, f"a write and a clear are two changes, not {len(told)}"
-    assert_rows_equal(torch.cat(told), torch.cat([bias, 0 * bias]), what="the bias when the change was told")
 
 
 @pytest.mark.lab("2.2")

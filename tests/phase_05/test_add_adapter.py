@@ -119,18 +119,6 @@ def test_a_reload_that_cannot_be_read_leaves_the_old_weights_serving(folders):
     assert_slot_holds(worker.manager, 0, served, "adapter 1 as it was read at first")
 
 
-def test_a_reload_keeps_the_pin(folders):
-    worker = make_worker(slots=1, memory=2)
-    worker.add_adapter(folders.request(1))
-    worker.pin_adapter(1)
-    folders.write(1, seed=100)
-
-    worker.add_adapter(folders.request(1, load_inplace=True))
-
-    assert worker.manager.pinned_adapters == {1}, "1 was pinned when it was read again"
-    assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1 as its files are now")
-
-
 def test_a_bad_adapter_evicts_nobody(folders):
     """Incident 14."""
     worker = make_worker(slots=1, memory=1)

@@ -40,45 +40,64 @@ def test_a_copy_of_the_tables_is_nobody_elses():
     assert_slots(manager, [1], "1 is in a slot, whatever is done to a list of who is there")
 
 
-def test_the_slot_of_the_adapter_used_longest_ago_is_given_away():
-    manager = manager_with(1, 2, 3, slots=2, memory=3, active=(1, 2))
-    manager.activate_adapter(1)
+# What happens, with how many slots and places in memory and who is in use; who is in slots and in memory then, and why.
+WHO_GOES = {
+    "the slot of the one used longest ago": (
+        ["add 1 2 3", "activate 1 2 1", "activate 3"],
+        (2, 3, ()),
+        ([1, 3], [1, 2, 3], "1, 2, 1 were activated: 2 makes room for 3, and stays in memory"),
+    ),
+    "from memory the one used longest ago": (
+        ["add 1 2 1", "add 3"],
+        (2, 2, ()),
+        ([None, None], [1, 3], "1, 2, 1 were added, which is a use: 2 makes room for 3"),
+    ),
+    "nobody where there is room": (
+        ["add 1 2", "activate 1", "activate 2", "add 3"],
+        (2, 3, ()),
+        ([1, 2], [1, 2, 3], "slot 1 was free for 2, and memory has room for three"),
+    ),
+    "each tier has an order of its own": (
+        ["add 1 2 3", "activate 3", "add 1 2", "activate 1"],
+        (1, 3, ()),
+        ([1], [1, 2, 3], "only 3 was in a slot, so 3 makes room for 1; no place in memory was needed"),
+    ),
+    "in use, they keep their slots however old": (
+        ["add 1 2 3 4", "activate 1 2 3", "activate 4"],
+        (3, 4, (1, 2, 4)),
+        ([1, 2, 4], [1, 2, 3, 4], "1 and 2 are in use, so 3 makes room for 4"),
+    ),
+    "in use, they stay in memory however old": (
+        ["add 1 2 3", "add 4"],
+        (1, 3, (1, 2)),
+        ([None], [1, 2, 4], "1 and 2 are in use, so 3 makes room for 4"),
+    ),
+    "pinned, they stay in slot and memory": (
+        ["add 1 2 3", "activate 2", "pin 1", "activate 2", "add 2 3", "activate 3", "add 4"],
+        (2, 3, ()),
+        ([3, 1], [1, 3, 4], "1 is pinned though the oldest, so 2 makes room for 3 and then for 4"),
+    ),
+}
 
-    manager.activate_adapter(3)
 
-    assert_slots(manager, [1, 3], "1, 2, 1 were activated: 2 makes room for 3")
-    assert_memory(manager, [1, 2, 3], "2 is out of its slot, not out of memory")
+@pytest.mark.parametrize("case", WHO_GOES)
+def test_who_goes(case):
+    history, (slots, memory, in_use), (in_slots, in_memory, why) = WHO_GOES[case]
+    manager = make_manager(slots, memory)
+    calls = {"activate": manager.activate_adapter, "pin": manager.pin_adapter}
+    calls["add"] = lambda adapter_id: manager.add_adapter(make_adapter(adapter_id))
 
+    for step in history:
+        what, *adapter_ids = step.split()
+        if step is history[-1]:
+            manager.set_in_use(in_use)
+        for adapter_id in adapter_ids:
+            calls[what](int(adapter_id))
 
-def test_the_adapter_used_longest_ago_leaves_memory():
-    manager = manager_with(1, 2, slots=2, memory=2)
-    manager.add_adapter(make_adapter(1))  # known: that is a use
-
-    assert manager.add_adapter(make_adapter(3))
-
-    assert_memory(manager, [1, 3], "1, 2, 1 were added: 2 makes room for 3")
-
-
-def test_with_room_nobody_goes():
-    manager = manager_with(1, 2, slots=2, memory=3, active=(1,))
-
-    manager.activate_adapter(2)
-    manager.add_adapter(make_adapter(3))
-
-    assert_slots(manager, [1, 2], "slot 1 was free for 2")
-    assert_memory(manager, [1, 2, 3], "memory has room for three")
-    assert (manager.stats.evictions, manager.stats.cpu_evictions) == (0, 0), "nobody was evicted or dropped"
-
-
-def test_each_tier_has_an_order_of_its_own():
-    manager = manager_with(1, 2, 3, slots=1, memory=3, active=(3,))
-    for adapter_id in (1, 2):
-        manager.add_adapter(make_adapter(adapter_id))
-
-    manager.activate_adapter(1)
-
-    assert_slots(manager, [1], "only 3 was in a slot, so 3 makes room for 1")
-    assert_memory(manager, [1, 2, 3], "a slot was needed, no place in memory")
+    assert_slots(manager, in_slots, why)
+    assert_memory(manager, in_memory, why)
+    if case == "nobody where there is room":
+        assert (manager.stats.evictions, manager.stats.cpu_evictions) == (0, 0), why
 
 
 class ForgetsTheNewest(LRUCache):
@@ -128,36 +147,6 @@ def test_what_leaves_memory_leaves_its_slot():
 
     slot = manager.lora_index_to_id.index(1)
     assert_slot_holds(manager, slot, other_weights, "adapter 1 as it came back")
-
-
-def test_adapters_in_use_keep_their_slots_however_old():
-    manager = manager_with(1, 2, 3, 4, slots=3, memory=4, active=(1, 2, 3))
-    manager.set_in_use({1, 2, 4})
-
-    manager.activate_adapter(4)
-
-    assert_slots(manager, [1, 2, 4], "1 and 2 are in use, so 3 makes room for 4")
-
-
-def test_adapters_in_use_stay_in_memory_however_old():
-    manager = manager_with(1, 2, 3, slots=1, memory=3)
-    manager.set_in_use({1, 2})
-
-    manager.add_adapter(make_adapter(4))
-
-    assert_memory(manager, [1, 2, 4], "1 and 2 are in use, so 3 makes room for 4")
-
-
-def test_pinned_adapters_stay_in_slot_and_memory():
-    manager = manager_with(1, 2, 3, slots=2, memory=3, pinned=(1,), active=(2,))
-    for adapter_id in (2, 3):
-        manager.add_adapter(make_adapter(adapter_id))  # 1 is the oldest in both tiers
-
-    manager.activate_adapter(3)
-    manager.add_adapter(make_adapter(4))
-
-    assert_slots(manager, [3, 1], "1 is pinned, so 2 makes room for 3")
-    assert_memory(manager, [1, 3, 4], "1 is pinned, so 2 makes room for 4")
 
 
 def test_where_all_are_in_use_nobody_goes():

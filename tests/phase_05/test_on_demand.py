@@ -127,16 +127,6 @@ def test_what_the_step_needs_is_not_evicted_for_what_else_it_needs(folders, monk
     assert copies == [1, 2], f"{why}: copies into slots 1 and 2, not {copies}"
 
 
-def test_what_a_step_needed_may_go_in_the_next(folders):
-    worker = make_worker(slots=2, memory=2)
-    for wanted in ([1, 2], [3], [4]):
-        worker.set_active_adapters(folders.requests(*wanted), None)
-
-    worker.set_active_adapters(folders.requests(5, 6), None)
-
-    assert_slots(worker.manager, [5, 6], "steps that need 1 and 2, then 3, then 4, then 5 and 6")
-
-
 def test_more_adapters_than_slots_are_refused_before_anything_changes(folders, monkeypatch):
     worker = make_worker(slots=2, memory=4)
     worker.set_active_adapters(folders.requests(1, 2), None)
@@ -163,17 +153,6 @@ def test_slots_that_are_pinned_by_others_are_not_there(folders, monkeypatch):
 
     assert_reads(reads, [], "1 is pinned, so 2 and 3 cannot both have a slot")
     assert_slots(worker.manager, [1, None], "1 is pinned, so 2 and 3 cannot both have a slot")
-
-
-def test_a_pinned_adapter_of_the_step_itself_takes_one_slot(folders):
-    worker = make_worker(slots=2, memory=3)
-    worker.add_adapter(folders.request(1))
-    worker.pin_adapter(1)
-
-    worker.set_active_adapters(folders.requests(1, 2), None)
-    worker.set_active_adapters(folders.requests(3), None)
-
-    assert_slots(worker.manager, [1, 3], "1 is pinned; steps that need 1 and 2, then 3")
 
 
 def test_a_bad_adapter_evicts_nobody(folders):
@@ -274,19 +253,6 @@ def test_an_adapter_out_of_memory_is_read_again_as_its_files_are_now(folders):
     assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1 as its files are now")
     assert worker.manager.get_adapter(1).load_id != first, "1 was read again: another load, another identity"
     assert worker.manager.stats.adapter(1).loads == 2
-
-
-def test_an_adapter_out_of_its_slot_alone_is_not_read_again(folders, monkeypatch):
-    worker = make_worker(slots=1, memory=2)
-    worker.set_active_adapters(folders.requests(1), None)
-    worker.set_active_adapters(folders.requests(2), None)
-    old_weights, reads = folders.weights[1], count_reads(monkeypatch)
-    folders.write(1, seed=100)
-
-    worker.set_active_adapters(folders.requests(1), None)
-
-    assert_reads(reads, [], "1 was out of its slot, but in memory")
-    assert_slot_holds(worker.manager, 0, old_weights, "adapter 1 as it is in memory")
 
 
 def test_a_request_to_load_in_place_does_not_read_at_every_step(folders, monkeypatch):

@@ -32,25 +32,19 @@ def assert_pinned(manager, expected, why):
     assert found == expected, f"{why}\n  pinned expected {expected}\n  pinned found    {found}"
 
 
-def test_pinning_brings_an_adapter_into_a_slot():
+def test_pinning_brings_an_adapter_into_a_slot_and_evicts_if_it_must():
     weights = random_weights(9)
-    manager = manager_with(1, slots=2, memory=2)
+    manager = manager_with(1, slots=1, memory=2)
+    manager.activate_adapter(1)
     manager.add_adapter(adapter_of(9, weights))
 
     assert manager.pin_adapter(9) is True, "a pin that succeeds is True"
 
-    assert_slots(manager, [9, None], "9 was in memory alone when it was pinned")
+    assert_slots(
+        manager, [9], "9 was in memory alone, and the only slot was held by 1, which nothing keeps there"
+    )
     assert_slot_holds(manager, 0, weights, "adapter 9")
     assert_pinned(manager, {9}, "9 was pinned")
-
-
-def test_pinning_evicts_if_it_must():
-    manager = manager_with(1, 2, slots=1, memory=2)
-    manager.activate_adapter(1)
-
-    manager.pin_adapter(2)
-
-    assert_slots(manager, [2], "the only slot was held by 1, which nothing keeps there")
 
 
 def test_pinning_what_is_in_a_slot_copies_nothing():
@@ -62,23 +56,16 @@ def test_pinning_what_is_in_a_slot_copies_nothing():
     assert_pinned(manager, {1}, "1 was pinned twice")
 
 
-def test_a_pinned_adapter_keeps_its_slot():
+def test_a_pinned_adapter_keeps_its_slot_and_its_place_in_memory():
     manager = manager_with(1, 2, 3, slots=2, memory=3, pinned=[1])
 
     manager.activate_adapter(2)
     manager.activate_adapter(3)
-
-    assert_slots(manager, [1, 3], "1 is pinned, so 2 makes room for 3")
-
-
-def test_a_pinned_adapter_keeps_its_place_in_memory():
-    manager = manager_with(1, 2, slots=1, memory=2, pinned=[1])
-
-    manager.add_adapter(make_adapter(3))
     manager.add_adapter(make_adapter(4))
+    manager.add_adapter(make_adapter(5))
 
-    assert_memory(manager, [1, 4], "1 is pinned, so 2 makes room for 3, and 3 for 4")
-    assert_slots(manager, [1], "1 is pinned")
+    assert_slots(manager, [1, None], "1 is pinned, so 2 made room for 3, which left memory for 5")
+    assert_memory(manager, [1, 4, 5], "1 is pinned, so 2 makes room for 4, and 3 for 5")
 
 
 def test_an_unknown_id_cannot_be_pinned():
@@ -90,28 +77,18 @@ def test_an_unknown_id_cannot_be_pinned():
     assert_pinned(manager, set(), "7 is not registered")
 
 
-def test_a_pin_that_finds_no_slot_leaves_the_adapter_unpinned_everywhere():
+@pytest.mark.parametrize("why", ["pinned", "in use"])
+def test_a_pin_that_finds_no_slot_leaves_the_adapter_unpinned_everywhere(why):
     """Incident 20: memory would otherwise never let go of an adapter that nobody calls pinned."""
-    manager = manager_with(1, 2, slots=1, memory=2, pinned=[1])
-
-    with refusal(RuntimeError, "1 is pinned and holds the only slot, so 2 cannot be pinned"):
-        manager.pin_adapter(2)
-
-    assert_pinned(manager, {1}, "1 is pinned and holds the only slot, so 2 could not be pinned")
-    manager.add_adapter(make_adapter(3))
-    assert_memory(manager, [1, 3], "the pin of 2 failed, so 2 may go from memory")
-
-
-def test_a_pin_that_finds_all_slots_in_use_leaves_the_adapter_unpinned_everywhere():
-    """Incident 20: that a slot is in use, and not pinned, makes no difference to a pin that failed."""
-    manager = manager_with(1, 2, slots=1, memory=2)
+    manager = manager_with(1, 2, slots=1, memory=2, pinned=[1] if why == "pinned" else [])
     manager.activate_adapter(1)
-    manager.set_in_use([1])
+    manager.set_in_use([1] if why == "in use" else [])
 
-    with refusal(RuntimeError, "1 is in use and holds the only slot, so 2 cannot be pinned"):
+    with refusal(RuntimeError, f"1 is {why} and holds the only slot, so 2 cannot be pinned"):
         manager.pin_adapter(2)
 
-    assert_pinned(manager, set(), "1 is in use and holds the only slot, so 2 could not be pinned")
+    pinned = {1} if why == "pinned" else set()
+    assert_pinned(manager, pinned, f"1 is {why} and holds the only slot, so 2 could not be pinned")
     manager.add_adapter(make_adapter(3))
     assert_memory(manager, [1, 3], "the pin of 2 failed, so 2 may go from memory")
 

@@ -33,6 +33,7 @@ def test_an_active_adapter_is_replaced_in_memory_and_slot():
 
     assert manager.get_adapter(1) is new, "the new weights of 1 are not in memory"
     assert_slots(manager, [1, None], "1 was in slot 0 when it was replaced")
+    assert manager.pinned_adapters == set(), "1 was not pinned when it was replaced"
     assert_slot_holds(manager, 0, NEW, "the new weights of 1")
 
 
@@ -46,30 +47,20 @@ def test_an_adapter_in_memory_alone_stays_there_alone():
     assert_slot_holds(manager, 0, NEW, "the new weights of 1")
 
 
-def test_replacing_evicts_nobody_though_memory_and_slots_are_full():
+@pytest.mark.parametrize("in_use", [{}, {1, 2}], ids=["idle", "in use"])
+def test_replacing_evicts_nobody_though_memory_and_slots_are_full(in_use):
     manager = manager_with_old(slots=2, memory=2)
     manager.add_adapter(make_adapter(2))
     for adapter_id in (2, 1):
         manager.activate_adapter(adapter_id)
+    manager.set_in_use(in_use)
 
     manager.replace_adapter(adapter_of(1, NEW))
 
     assert_memory(manager, [1, 2], "1 was replaced, which takes no more room")
     assert_slots(manager, [2, 1], "1 was replaced in its slot")
-    assert (manager.stats.evictions, manager.stats.cpu_evictions) == (0, 0), "nobody had to go for it"
-
-
-def test_replacing_works_while_all_others_are_in_use():
-    manager = manager_with_old(slots=2, memory=2)
-    manager.add_adapter(make_adapter(2))
-    for adapter_id in (2, 1):
-        manager.activate_adapter(adapter_id)
-    manager.set_in_use({1, 2})
-
-    manager.replace_adapter(adapter_of(1, NEW))
-
-    assert_slots(manager, [2, 1], "1 was replaced in its slot")
     assert_slot_holds(manager, 1, NEW, "the new weights of 1")
+    assert (manager.stats.evictions, manager.stats.cpu_evictions) == (0, 0), "nobody had to go for it"
 
 
 def test_a_pin_of_the_old_weights_holds_for_the_new():
@@ -81,15 +72,6 @@ def test_a_pin_of_the_old_weights_holds_for_the_new():
     assert manager.pinned_adapters == {1}, "1 was pinned when it was replaced"
     assert_slots(manager, [1], "1 was pinned when it was replaced")
     assert_slot_holds(manager, 0, NEW, "the new weights of 1")
-
-
-def test_what_was_not_pinned_is_not_pinned_afterwards():
-    manager = manager_with_old()
-    manager.activate_adapter(1)
-
-    manager.replace_adapter(adapter_of(1, NEW))
-
-    assert manager.pinned_adapters == set(), "1 was not pinned when it was replaced"
 
 
 def test_weights_that_do_not_fit_leave_the_old_ones_serving():
