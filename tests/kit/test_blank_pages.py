@@ -7,7 +7,7 @@ from checkout import Checkout
 
 from labs.kit.api import contract
 from labs.kit.migrate import transplant
-from labs.kit.regions import LabError, Region, code_of, definitions_in, find_regions, read_engine, starter
+from labs.kit.regions import LabError, code_of, definitions_in, find_regions, read_engine, starter
 from labs.kit.variants import designs_of, with_variant
 
 EXERCISES = read_engine()
@@ -49,33 +49,26 @@ def page(text, number):
     return code_of(text, number, "rooms")
 
 
-def test_three_of_the_core_path_are_blank_pages():
-    assert BLANK == ["5.2", "6.1", "7.4"]
+SAYS = "# A blank page. What it promises: `lab api {0}`, or labs/03_cpu_punica/contracts/{0}.md\n"
+OF_A_CLASS = """class Rooms:
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise Todo("lab 3.1: who is in")
+"""
+OF_A_FUNCTION = """@property
+def bill(self) -> int:
+    raise Todo("lab 3.2: the bill")
+"""
 
 
-def test_of_a_class_its_name_is_left_and_of_a_function_its_signature():
-    fresh = starter(CLASS, "rooms", blanks={"3.1", "3.2"})
+def test_of_a_class_its_name_is_left_and_of_a_function_its_signature_where_the_page_is_blank():
+    both, first = starter(CLASS, "rooms", blanks={"3.1", "3.2"}), starter(CLASS, "rooms", blanks={"3.1"})
+    plain = starter(CLASS, "rooms")
 
-    assert page(fresh, "3.1") == (
-        "# A blank page. What it promises: `lab api 3.1`, or labs/03_cpu_punica/contracts/3.1.md\n"
-        "class Rooms:\n"
-        "    def __init__(self, *args: object, **kwargs: object) -> None:\n"
-        '        raise Todo("lab 3.1: who is in")\n'
-    )
-    assert page(fresh, "3.2") == (
-        "# A blank page. What it promises: `lab api 3.2`, or labs/03_cpu_punica/contracts/3.2.md\n"
-        "@property\n"
-        "def bill(self) -> int:\n"
-        '    raise Todo("lab 3.2: the bill")\n'
-    )
-    assert [region.exercise for region in find_regions(fresh, "rooms")] == ["3.1", "3.2"]
-
-
-def test_a_blank_page_is_one_exercises_own():
-    fresh, plain = starter(CLASS, "rooms", blanks={"3.1"}), starter(CLASS, "rooms")
-
-    assert page(fresh, "3.2") == page(plain, "3.2")
+    assert page(both, "3.1") == page(first, "3.1") == SAYS.format("3.1") + OF_A_CLASS
+    assert page(both, "3.2") == SAYS.format("3.2") + OF_A_FUNCTION
+    assert page(first, "3.2") == page(plain, "3.2")
     assert '"""Another one."""' in page(plain, "3.1")
+    assert [region.exercise for region in find_regions(both, "rooms")] == ["3.1", "3.2"]
 
 
 def test_a_page_with_two_names_is_refused():
@@ -194,11 +187,3 @@ def test_a_method_of_before_is_carried_with_its_helpers(number):
 def test_what_does_not_fit_a_page_is_not_carried(code, said):
     with pytest.raises(LabError, match=said):
         transplant(code, EXERCISES["7.4"].fresh, "7.4", is_blank=True)
-
-
-def test_regions_of_a_page_are_whole_definitions():
-    tree = ast.parse(CLASS)
-
-    found = [node.name for node in definitions_in(tree, Region("3.2", "", 23, 29))]
-
-    assert found == ["bill"]

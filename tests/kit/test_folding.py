@@ -48,16 +48,16 @@ def test_lines_that_the_other_has_not_have_a_sign():
     assert signed(ours, marks[1]) == "  def f(a):\n>     return a\n"
 
 
-def test_a_signature_that_differs_is_shown_with_its_body():
-    yours, ours = beside("def f(a):\n    return 1\n", "def f(a, b=0):\n    return 1\n")
-
-    assert (yours, ours) == ("def f(a):\n    return 1\n", "def f(a, b=0):\n    return 1\n")
-
-
-def test_what_python_cannot_read_is_shown_whole():
-    yours, ours = beside('def f(:\n    """Said."""\n', 'def f():\n    """Said."""\n')
-
-    assert "Said." in yours and "Said." in ours
+@pytest.mark.parametrize(
+    ("yours", "ours"),
+    [
+        ("def f(a):\n    return 1\n", "def f(a, b=0):\n    return 1\n"),
+        ('def f(:\n    """Said."""\n', 'def f():\n    """Said."""\n'),
+    ],
+    ids=["another signature", "what Python cannot read"],
+)
+def test_what_differs_as_a_whole_is_shown_whole(yours, ours):
+    assert beside(yours, ours) == (yours, ours)
 
 
 @pytest.mark.parametrize("exercise", read_engine().values(), ids=lambda exercise: exercise.number)

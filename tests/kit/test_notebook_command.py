@@ -21,6 +21,7 @@ from labs.kit import notebook, progress
 from labs.kit.regions import PHASES, LabError
 from tests.worlds.waiting import PATIENCE
 
+LAB = [sys.executable, "-m", "labs.kit.cli"]
 SERVED = "notebooks/03_cpu_punica.ipynb"
 
 
@@ -38,22 +39,12 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        own = {"JUPYTER_RUNTIME_DIR": str(checkout.root / "runtime"), "JUPYTER_TOKEN": "secret"}
-        options = ["--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0"]
-        command = [
-            sys.executable,
-            "-m",
-            "labs.kit.cli",
-            "notebook",
-            *arguments,
-            "--no-browser",
-            "--",
-            *options,
-        ]
         self.runtime = checkout.root / "runtime"
         self.log = (checkout.root / "jupyter.log").open("w+")
+        own = {"JUPYTER_RUNTIME_DIR": str(self.runtime), "JUPYTER_TOKEN": "secret"}
+        options = ["--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0"]
         self.process = subprocess.Popen(
-            command,
+            [*LAB, "notebook", *arguments, "--no-browser", "--", *options],
             cwd=checkout.root,
             env=environment(checkout.root, None) | own,
             stdout=self.log,
@@ -196,17 +187,6 @@ def test_an_exercise_that_has_not_passed_is_named_before_cells_run_on_it(tmp_pat
     assert "did not pass" not in after
 
 
-def test_a_copy_is_opened_as_it_was_left(own):
-    path, is_new = notebook.learners_copy("03_cpu_punica")
-    path.write_text("mine")
-
-    again = notebook.learners_copy("03_cpu_punica")
-
-    assert is_new
-    assert again == (path, False)
-    assert path.read_text() == "mine"
-
-
 def test_a_copy_asks_as_the_committed_one_does_and_shows_no_answer(own):
     path, _ = notebook.learners_copy("05_slot_manager")
 
@@ -220,15 +200,15 @@ def test_a_copy_asks_as_the_committed_one_does_and_shows_no_answer(own):
     nbformat.validate(copy)
 
 
-def test_a_copy_that_is_started_over_is_kept(own):
-    path, _ = notebook.learners_copy("03_cpu_punica")
+def test_a_copy_is_opened_as_it_was_left_and_kept_when_it_is_started_over(own):
+    path, is_new = notebook.learners_copy("03_cpu_punica")
     ours = path.read_text()
     path.write_text("mine")
 
-    again = notebook.learners_copy("03_cpu_punica", fresh=True)
+    again = notebook.learners_copy("03_cpu_punica"), path.read_text()
+    over = notebook.learners_copy("03_cpu_punica", fresh=True), path.read_text()
 
-    assert again == (path, True)
-    assert path.read_text() == ours
+    assert (is_new, again, over) == (True, ((path, False), "mine"), ((path, True), ours))
     assert [kept.read_text() for kept in own.glob(".lab/backup/03_cpu_punica-*.ipynb")] == ["mine"]
 
 
@@ -258,20 +238,22 @@ def test_git_does_not_see_copies():
     assert ignored.returncode == 0
 
 
-def test_no_browser_is_started_where_there_is_nothing_to_show_it_on(monkeypatch):
+@pytest.mark.parametrize(
+    ("display", "browser", "is_started"), [(None, True, False), (":0", True, True), (":0", False, False)]
+)
+def test_a_browser_is_started_where_there_is_something_to_show_it_on(
+    monkeypatch, display, browser, is_started
+):
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv("DISPLAY", display)
     monkeypatch.setattr(sys, "platform", "linux")
-    path = notebook.FOLDER / "03_cpu_punica.ipynb"
 
-    without = notebook.command(path, [], browser=True)
-    monkeypatch.setenv("DISPLAY", ":0")
-    within = notebook.command(path, ["--port=9000"], browser=True)
+    started = notebook.command(notebook.FOLDER / "03_cpu_punica.ipynb", ["--port=9000"], browser)
 
-    assert "--no-browser" in without
-    assert "--no-browser" not in within
-    assert within[-1] == "--port=9000"
-    assert "--no-browser" in notebook.command(path, [], browser=False)
+    assert ("--no-browser" not in started) is is_started
+    assert started[-1] == "--port=9000"
 
 
 @pytest.mark.parametrize(("user", "told"), [(0, True), (1000, False)])
