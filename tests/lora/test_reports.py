@@ -83,7 +83,7 @@ def test_an_adapter_tells_its_name_rank_bytes_slot_pin_and_history(folders, monk
     assert worker.manager.get_lora_info(3)["pinned"] is False
 
 
-def test_an_adapter_that_was_never_in_a_slot_tells_so():
+def test_an_adapter_that_was_never_in_a_slot_tells_so_and_an_unknown_one_nothing():
     manager = make_manager(slots=1)
     manager.add_adapter(make_adapter(1))
 
@@ -91,12 +91,6 @@ def test_an_adapter_that_was_never_in_a_slot_tells_so():
 
     assert (info["slot"], info["activations"], info["last_used"]) == (None, 0, None)
     assert manager.stats.by_adapter == {}  # asking begins no history
-
-
-def test_an_unknown_adapter_tells_nothing():
-    manager = make_manager(slots=1)
-    manager.add_adapter(make_adapter(1))
-
     with pytest.raises(ValueError, match=r"adapter 7 is not registered; registered are \[1\]"):
         manager.get_lora_info(7)
 
@@ -152,14 +146,7 @@ def test_an_adapter_that_leaves_memory_from_its_slot_is_evicted_and_dropped(fold
 
     kinds = [event.kind for event in worker.manager.stats.drain_events()]
 
-    assert kinds[:3] + sorted(kinds[3:5]) + kinds[5:] == [
-        "load",
-        "activate",
-        "load",
-        "drop",
-        "evict",
-        "activate",
-    ]
+    assert sorted(kinds) == ["activate", "activate", "drop", "evict", "load", "load"]
     assert (worker.manager.stats.evictions, worker.manager.stats.cpu_evictions) == (1, 1)
 
 

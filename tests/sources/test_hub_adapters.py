@@ -97,11 +97,7 @@ class TestCopy:
     def test_that_lacks_nothing_but_a_tokenizer_will_do(self, world, cache, offline):
         """Such as vLLM leaves behind, which fetches `adapter_*`; the client knows of the files that are missing."""
         snapshot = put_into_cache(cache, world.path("qv"))
-        listing = {
-            name: {"size": 9, "blob_id": COMMIT, "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
-            for name in ("adapter_config.json", WEIGHTS, "tokenizer.json", "model.safetensors")
-        }
-        write_listing(snapshot, listing)
+        write_listing(snapshot, "adapter_config.json", WEIGHTS, "tokenizer.json", "model.safetensors")
 
         assert get_adapter_absolute_path(ID) == str(snapshot)
 
@@ -109,8 +105,7 @@ class TestCopy:
     def test_that_lacks_weights_will_not(self, world, cache, offline, caplog, missing):
         snapshot = put_into_cache(cache, world.path("qv"))
         (snapshot / WEIGHTS).unlink()
-        entry = {"size": 9, "blob_id": COMMIT, "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
-        write_listing(snapshot, {"adapter_config.json": entry, missing: entry})
+        write_listing(snapshot, "adapter_config.json", missing)
 
         with caplog.at_level(logging.WARNING):
             assert get_adapter_absolute_path(ID) == ID
@@ -143,13 +138,12 @@ class TestCopy:
         assert tokens_of(run(engine)["base"]) == world.oracle().greedy(None, PROMPT, 4)
 
 
-def write_listing(snapshot: Path, entries: dict[str, dict]) -> None:
+def write_listing(snapshot: Path, *names: str) -> None:
     """The client's note of what is in the repository, which it makes when it downloads."""
     from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
-    write_tree_cache(
-        str(snapshot.parents[1]), COMMIT, {name: TreeCacheEntry(**entry) for name, entry in entries.items()}
-    )
+    entry = TreeCacheEntry(size=9, blob_id=COMMIT, lfs_sha256=None, lfs_size=None, xet_hash=None)
+    write_tree_cache(str(snapshot.parents[1]), COMMIT, dict.fromkeys(names, entry))
 
 
 class Hub(http.server.ThreadingHTTPServer):

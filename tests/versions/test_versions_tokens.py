@@ -7,28 +7,13 @@ from learning_world import learning_world, serve
 
 from minivllm.versions.weights import token_versions
 from tests.tools.nights import by_day
+from tests.worlds import settings
 from tests.worlds.engines import tokens_of
 
 VARIANTS = ["llama-llama3-rope", "llama-linear-rope-biases-tied", "qwen2-tied", "qwen3-wide-heads"]
-SETTINGS = {
-    "plenty of everything": {"max_loras": 6, "max_cpu_loras": 8},
-    "two slots": {"max_loras": 2, "max_cpu_loras": 4},
-    "one slot": {"max_loras": 1, "max_cpu_loras": 3},
-    "chunks of 5 tokens": {
-        "max_loras": 4,
-        "max_cpu_loras": 6,
-        "max_num_batched_tokens": 5,
-        "max_num_seqs": 4,
-    },
-    "few blocks": {"num_kv_blocks": 32, "max_loras": 3, "max_cpu_loras": 6, "max_num_batched_tokens": 24},
-    "no prefix cache": {"max_loras": 3, "max_cpu_loras": 6, "enable_prefix_caching": False, "block_size": 8},
-    "short turns": {
-        "max_lora_wait_steps": 1,
-        "max_cpu_loras": 6,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 16,
-    },
-}
+# With memory for versions beside each other.
+SETTINGS = {name: {"max_cpu_loras": 6, **options} for name, options in settings.SETTINGS.items()}
+SETTINGS["one slot"] = {"max_loras": 1, "max_cpu_loras": 3}
 
 
 def check_run(world, setting, rng, count):

@@ -5,7 +5,8 @@ adapters        `small.write_adapter(folder, seed)`; PEFT's: `adapters.save_adap
                 anything wrong with them: `adapter_folders.write`, `malformed_adapters`
 an engine       `small.SmallWorld(folder).engine()`, without transformers and PEFT; with what they answer:
                 the fixture `world`, a `engines.tiny_world`; with adapters of one's own: `engines.TinyWorld`;
-                adapters for experts: `experts.sparse_world`, with tokens of their own: `tokens.TokenSet`
+                adapters for experts: `experts.sparse_world`, with tokens of their own: `tokens.TokenSet`;
+                a world of any kind is made once a run by `engines.made_once`; little room: `settings`
 busy engines    `arrivals.serve_arrivals(engine, rng, count, ask)`, and `arrivals.check_answers(asked, logits_of)`
 a step ahead    `ahead.run_ahead(engine)`; captured steps: `gpu.graphed_engine(world, "decodes")`
 a process       `engines.TinyWorld.engine_process()`, and what may be done to it: `processes`
