@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
+from checkout import Checkout, asked_for
 from recorded_runs import ONE_BY_ONE, TWO_BESIDE, VARIANT, run_all, write_program
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
@@ -22,18 +22,20 @@ from labs.kit.compare import Recorded, compare, record, steps_in
 from labs.kit.mutants import mutants_of
 from labs.kit.regions import ROOT, LabError, read_engine
 from tests.tools.browser import Tab, open_browser
+from tests.tools.nights import by_day
 from tests.worlds.engines import tiny_world
 from tests.worlds.waiting import wait_until
 
-# Exercise, mutant, and what the first step that differs is said to have: the first words, and something further on.
-MUTANTS = [
-    ("6.1", "base_waits_for_a_slot", "rows: ours computes", "(base model): max_loras; ours does not"),
-    ("6.2", "a_waiter_blocks_those_behind_it", "rows: ours computes", "(base model), yours nothing of it"),
-    ("6.5", "adapters_share_a_key", "logits: those of", "are alike"),
-    ("5.4", "one_victim_for_both_tiers", "memory: yours drops", "adapters in memory in yours"),
-    ("5.4", "evicts_with_room_to_spare", "errors: r2 in yours", "All items are pinned or in use"),
-    ("3.6", "the_shrink_of_the_first_slice_for_all", "logits: those of r0", "tokens: r0 gets"),
-]
+# Mutant, its exercise, and what the first step that differs is said to have: the first words, and something further on.
+MUTANTS = {
+    "one_victim_for_both_tiers": ("5.4", "memory: yours drops", "adapters in memory in yours"),
+    "evicts_with_room_to_spare": ("5.4", "errors: r2 in yours", "All items are pinned or in use"),
+    "base_waits_for_a_slot": ("6.1", "rows: ours computes", "(base model): max_loras; ours does not"),
+    "the_shrink_of_the_first_slice_for_all": ("3.6", "logits: those of r0", "tokens: r0 gets"),
+    "a_waiter_blocks_those_behind_it": ("6.2", "rows: ours computes", "(base model), yours nothing of it"),
+    "adapters_share_a_key": ("6.5", "logits: those of", "are alike"),
+}
+OF_THE_PAGE, OF_ADAPTERS_ALONE = "one_victim_for_both_tiers", "the_shrink_of_the_first_slice_for_all"
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,17 @@ def program(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recorded(program):
-    """Our engine twice, and once with each mistake."""
-    exercises = read_engine()
-    mutants = {m.name: m.sources() for number, *_ in MUTANTS for m in mutants_of(exercises[number])}
-    wanted = {name: mutants[name] for _, name, *_ in MUTANTS}
-    return run_all({"ours": {}, "again": {}, **wanted}, program, program.parent)
+def recorded(program, request):
+    """Our engine twice, and once with each mistake that this run's tests are about."""
+    jobs = {"ours": {}, "again": {}}
+    for name in {OF_THE_PAGE, OF_ADAPTERS_ALONE} | (asked_for(request) & MUTANTS.keys()):
+        jobs[name] = mutant_of(name).sources()
+    return run_all(jobs, program, program.parent)
+
+
+def mutant_of(name):
+    [mutant] = [m for m in mutants_of(read_engine()[MUTANTS[name][0]]) if m.name == name]
+    return mutant
 
 
 @pytest.fixture
@@ -90,8 +97,10 @@ def test_the_same_engine_twice_is_alike(recorded):
     assert found.verdict.startswith(f"Your engine does what ours does in all {steps} steps")
 
 
-@pytest.mark.parametrize(("exercise", "name", "first", "further"), MUTANTS, ids=[m[1] for m in MUTANTS])
-def test_a_mistake_is_found_in_the_step_where_it_begins(recorded, exercise, name, first, further):
+@pytest.mark.parametrize("name", by_day(MUTANTS))
+def test_a_mistake_is_found_in_the_step_where_it_begins(recorded, name):
+    _, first, further = MUTANTS[name]
+
     found = compare(recorded[name], recorded["ours"])
 
     assert found.column == first_that_differs(recorded[name].steps, recorded["ours"].steps)
@@ -101,7 +110,7 @@ def test_a_mistake_is_found_in_the_step_where_it_begins(recorded, exercise, name
 
 
 def test_base_rows_are_alike_where_only_adapters_are_wrong(recorded):
-    found = compare(recorded["the_shrink_of_the_first_slice_for_all"], recorded["ours"])
+    found = compare(recorded[OF_ADAPTERS_ALONE], recorded["ours"])
 
     with_adapters = [step for step in recorded["ours"].steps if any(row["adapter"] for row in step["rows"])]
     assert found.column == with_adapters[0]["step"]
@@ -213,15 +222,8 @@ def letter(name: str) -> dict:
         for request in (name[0], "x" + name[1:])
     ]
     lists = (
-        "slots",
-        "pinned",
-        "loads",
-        "activations",
-        "evictions",
-        "skipped",
-        "preempted",
-        "waiting",
-        "drops",
+        *("slots", "pinned", "loads", "activations", "evictions"),
+        *("skipped", "preempted", "waiting", "drops"),
     )
     return {"rows": rows, "in_memory": 0, "kv_blocks": 0, **{key: [] for key in lists}}
 
@@ -256,17 +258,6 @@ def test_steps_are_aligned_as_cheaply_as_can_be():
         assert cost == pytest.approx(least_cost(yours, ours)), words
 
 
-def test_a_step_too_many_leaves_the_others_side_by_side(recorded):
-    ours = recorded["ours"].steps
-    yours = [*ours[:6], letter("zz"), *ours[6:]]
-
-    pairs = align(yours, ours)
-
-    assert pairs[:6] == [(i, i) for i in range(6)]
-    assert pairs[6:8] == [(6, 6), (7, None)]
-    assert pairs[8:] == [(i + 1, i) for i in range(7, len(ours))]
-
-
 def test_distances_tell_equal_from_almost_equal(steps, recorded):
     ours = recorded["ours"].steps
 
@@ -277,8 +268,7 @@ def test_distances_tell_equal_from_almost_equal(steps, recorded):
 
 
 def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
-    name = "one_victim_for_both_tiers"
-    found = compare(recorded[name], recorded["ours"])
+    found = compare(recorded[OF_THE_PAGE], recorded["ours"])
 
     with open_browser() as browser:
         tab = Tab(browser, width=400).open(found.page("serve.py"), tmp_path)
@@ -288,7 +278,7 @@ def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
         assert found.reasons[0] in tab.page.inner_text("#verdict")
         heads = tab.page.locator("#details h2").all_inner_texts()
         assert heads == [f"One_victim_for_both_tiers, step {found.column}", f"Ours, step {found.column}"]
-        [dropped] = recorded[name].steps[found.column]["drops"]
+        [dropped] = recorded[OF_THE_PAGE].steps[found.column]["drops"]
         marked = tab.page.locator("#details li.odd").all_inner_texts()
         assert [line.replace("\n", "") for line in marked] == [f"{dropped} left memory for another"]
         step = recorded["ours"].steps[found.column]
@@ -301,33 +291,37 @@ def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
         assert tab.troubles == []
 
 
-@pytest.mark.nightly
-def test_an_engine_in_a_process_of_its_own_is_recorded_like_one_in_a_thread(tmp_path_factory):
+@pytest.fixture
+def run_program(tmp_path_factory):
+    """Record one of `recorded_runs`, as it does with these options."""
     world, folder = tiny_world(tmp_path_factory, VARIANT), tmp_path_factory.mktemp("recorded")
-    found = {}
 
-    for name, in_a_process in (("thread", False), ("process", True)):
-        program = write_program(folder / f"{name}.py", world.folder, ONE_BY_ONE, in_a_process=in_a_process)
-        found[name] = record(name, ["python", str(program)], dict(os.environ), folder)
+    def run_program(name, text, **options):
+        program = write_program(folder / f"{name}.py", world.folder, text, **options)
+        return record(name, ["python", str(program)], dict(os.environ), folder)
 
-    assert len(found["thread"].steps) >= 8 and found["thread"].end is None
-    assert any(step["logits"] for step in found["process"].steps)
-    assert compare(found["process"], found["thread"]).reasons == []
+    return run_program
 
 
 @pytest.mark.nightly
-def test_of_two_engines_in_processes_the_first_that_steps_is_recorded(tmp_path_factory):
-    world, folder = tiny_world(tmp_path_factory, VARIANT), tmp_path_factory.mktemp("recorded")
-    found = {}
+def test_an_engine_in_a_process_of_its_own_is_recorded_like_one_in_a_thread(run_program):
+    thread = run_program("thread", ONE_BY_ONE, in_a_process=False)
+    process = run_program("process", ONE_BY_ONE, in_a_process=True)
 
-    for name, number in (("alone", 1), ("beside", 2)):
-        program = write_program(folder / f"{name}.py", world.folder, TWO_BESIDE, number=number)
-        for _ in range(2):  # what an earlier recording left is no hindrance
-            found[name] = record(name, ["python", str(program)], dict(os.environ), folder)
+    assert len(thread.steps) >= 8 and thread.end is None
+    assert any(step["logits"] for step in process.steps)
+    assert compare(process, thread).reasons == []
 
-    assert {request for step in found["beside"].steps for request in step["tokens"]} == {"first"}
-    assert len(found["alone"].steps) >= 30 and found["beside"].end is None
-    assert compare(found["beside"], found["alone"]).reasons == []
+
+@pytest.mark.nightly
+def test_of_two_engines_in_processes_the_first_that_steps_is_recorded(run_program):
+    for _ in range(2):  # what an earlier recording left is no hindrance
+        alone = run_program("alone", TWO_BESIDE, number=1)
+        beside = run_program("beside", TWO_BESIDE, number=2)
+
+    assert {request for step in beside.steps for request in step["tokens"]} == {"first"}
+    assert len(alone.steps) >= 30 and beside.end is None
+    assert compare(beside, alone).reasons == []
 
 
 def test_the_steps_that_are_told_of_while_it_runs_come_to_those_of_the_verdict(program, recorded):
@@ -344,12 +338,14 @@ def test_the_steps_that_are_told_of_while_it_runs_come_to_those_of_the_verdict(p
     assert steps_in(file.with_name("nothing.jsonl")) == 0
 
 
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
 @pytest.mark.nightly
-def test_the_command_compares_a_learners_code(program, tmp_path_factory):
-    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
-    checkout.answer(
-        "6.1", *next(m.edits for m in mutants_of(read_engine()["6.1"]) if m.name == "base_waits_for_a_slot")
-    )
+def test_the_command_compares_a_learners_code(program, checkout):
+    checkout.answer("6.1", *mutant_of("base_waits_for_a_slot").edits)
     out = checkout.root / "compared"
 
     result = checkout.lab("compare", "--labs", "6.1", "--folder", str(out), "--", "python", str(program))
@@ -365,9 +361,7 @@ def test_the_command_compares_a_learners_code(program, tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_the_command_says_what_cannot_be_compared(program, tmp_path_factory):
-    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
-
+def test_the_command_says_what_cannot_be_compared(program, checkout):
     nothing = checkout.lab("compare", "--", "python", str(program))
     shell = checkout.lab("compare", "--labs", "6.1", "--", "ls")
     todo = checkout.lab("compare", "--labs", "6.2", "--", "python", str(program))

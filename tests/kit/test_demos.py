@@ -14,10 +14,7 @@ from labs.kit.regions import read_engine
 from tests.tools.forked import SERVER
 
 EXERCISES = {number: e for number, e in read_engine().items() if track_of(e) != "side"}
-SAMPLE = one_of_each(3, 6, 10, 13)
-SOME_NIGHTLY = [
-    pytest.param(number, marks=() if number in SAMPLE else pytest.mark.nightly) for number in EXERCISES
-]
+SAMPLE = [*((number, number) for number in one_of_each(3, 6, 10, 13)), ("3.5", "3")]
 
 
 def tell(number, sources, file):
@@ -41,47 +38,69 @@ def lines_of(number, file: Path, sources: dict[str, Source] | None = None) -> li
     return file.read_text().splitlines()
 
 
-@pytest.mark.parametrize("number", SOME_NIGHTLY)
-def test_a_demo_shows_what_a_classic_mistake_changes(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "demo"),
+    [
+        pytest.param(number, demo, marks=() if (number, demo) in SAMPLE else pytest.mark.nightly)
+        for number in EXERCISES
+        for demo in (number, number.partition(".")[0])
+        if demo == number or demo in PICTURES
+    ],
+)
+def test_a_demo_shows_what_a_classic_mistake_changes(number, demo, tmp_path):
+    """That of the exercise, or the picture of its phase."""
     mistakes = mutants_of(EXERCISES[number])
 
-    ours = lines_of(number, tmp_path / "ours")
+    ours = lines_of(demo, tmp_path / "ours")
 
     assert 2 <= len(ours) <= 14
+    assert demo == number or max(map(len, ours)) <= 160
     assert "Error: " not in ours[-1]
-    assert any(lines_of(number, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
+    assert any(lines_of(demo, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
 
 
-PICTURED = [number for number in EXERCISES if number.partition(".")[0] in PICTURES]
+# In the place of the phase's own tests, which take seconds. Nobody has solved 3.3.
+PASSES = """
+import pytest
+from labs.kit.overlay import Todo
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n == "3.5" else pytest.mark.nightly) for n in PICTURED]
-)
-def test_a_phases_picture_shows_what_a_classic_mistake_changes(number, tmp_path):
-    phase, mistakes = number.partition(".")[0], mutants_of(EXERCISES[number])
-
-    ours = lines_of(phase, tmp_path / "ours")
-
-    assert 2 <= len(ours) <= 14 and max(map(len, ours)) <= 160
-    assert "Error: " not in ours[-1]
-    assert any(lines_of(phase, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
+@pytest.mark.lab("3.3")
+def test_is_not_solved():
+    raise Todo("lab 3.3")
+"""
+PASSES += "".join(f'\n\n@pytest.mark.lab("3.{n}")\ndef test_{n}():\n    pass\n' for n in (1, 2, 4, 5, 6))
 
 
-def test_a_phase_that_is_done_is_drawn_by_the_learners_code(tmp_path):
+@pytest.fixture
+def checkout(tmp_path):
+    """One in which 3.3 alone is missing of phase 3."""
     checkout = Checkout(tmp_path)
-    untouched = checkout.lab("demo", "3")
-    for number in ("3.1", "3.2", "3.4", "3.5", "3.6"):
-        checkout.solve(number)
-    right = checkout.lab("check", "3")
-    checkout.answer("3.1", ("slot_of_id[0] = -1", "slot_of_id[0] = 0"))
-    wrong = checkout.lab("demo", "3")
+    tests = tmp_path / "tests" / "phase_03"
+    for path in tests.glob("test_*.py"):
+        path.unlink()
+    (tests / "test_passes.py").write_text(PASSES)
+    checkout.solve("3.1", "3.2", "3.4", "3.5", "3.6")
+    return checkout
 
-    assert untouched.stdout.startswith("phase 3, on our code\n")
-    _, _, drawn = right.stdout.partition("Phase 03 is done")
+
+def test_a_phase_that_is_done_is_drawn_by_the_learners_code(checkout):
+    said = checkout.lab("check", "3")
+
+    _, _, drawn = said.stdout.partition("Phase 03 is done")
     assert "phase 3, on your code, with ours for 3.3\n" in drawn
     assert "adapter 9 slot  0  ██▇▆▆▆▅▄▄▄▃▂▂▂▁·" in drawn and "ours prints the same" in drawn
+
+
+@pytest.mark.nightly
+def test_a_picture_is_drawn_at_any_time_and_shows_where_ours_differs(checkout):
+    checkout.answer("3.1", ("slot_of_id[0] = -1", "slot_of_id[0] = 0"))
+    wrong = checkout.lab("demo", "3")
+    checkout.forget()
+    untouched = checkout.lab("demo", "3")
+
     assert "column 0: 16, must be 0\n  ours:   adapter 0 slot -1  ················" in wrong.stdout
+    assert untouched.stdout.startswith("phase 3, on our code\n")
 
 
 @pytest.mark.nightly

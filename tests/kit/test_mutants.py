@@ -29,7 +29,6 @@ def judge(shared):
 
 def verdicts_of(checkout, number, text):
     path = checkout.file(number).parent / "mutants" / f"{number}.toml"
-    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     result = checkout.lab("mutants", number)
     lines = [line for line in result.stdout.split("\n") if line[:1] in ("✓", "✗")]
@@ -77,15 +76,12 @@ def wrong(shared):
 
 @pytest.mark.parametrize("name", NONE)
 def test_a_mistake_that_is_none_or_goes_unseen_is_reported(wrong, name):
-    sign, said = wrong[0][name]
+    (sign, said), result = wrong[0][name], wrong[1]
 
     assert sign == "✗"
     assert NONE[name][2] in said
-    assert wrong[1].returncode == 1
-
-
-def test_two_mutants_of_one_name_are_reported(wrong):
-    assert "two mutants are called last_slot_for_base_rows" in wrong[1].stdout
+    assert "two mutants are called last_slot_for_base_rows" in result.stdout
+    assert result.returncode == 1
 
 
 @pytest.mark.parametrize(
