@@ -200,7 +200,7 @@ def test_errors_are_one_sentence_and_exit_status_2(base, monkeypatch, capsys):
     from minivllm.cli import main
 
     monkeypatch.setattr(
-        sys, "argv", ["minivllm", "generate", "--model", str(base), "--adapter", "x=/nowhere", "x: hi"]
+        sys, "argv", ["minivllm", "generate", "--model", str(base), "--adapter", "x=/no[/b]where", "x: hi"]
     )
 
     with pytest.raises(SystemExit) as exit_status:
@@ -208,7 +208,9 @@ def test_errors_are_one_sentence_and_exit_status_2(base, monkeypatch, capsys):
 
     captured = capsys.readouterr()
     assert exit_status.value.code == 2
-    assert "error: adapter 'x': adapter folder '/nowhere' does not exist" in " ".join(captured.err.split())
+    assert "error: adapter 'x': adapter folder '/no[/b]where' does not exist" in " ".join(
+        captured.err.split()
+    )
     assert "Traceback" not in captured.err
 
 

@@ -156,6 +156,16 @@ class TestAPass:
         tenants(engine, world)
         assert_served(world, run(engine))
 
+    def test_that_fails_leaves_no_other_rank_waiting_for_its_tokens(self, world, monkeypatch):
+        engine, shared = world.engine(), []
+        tenants(engine, world)
+        monkeypatch.setattr(engine.executor, "share_tokens", lambda: shared.append(True))
+        monkeypatch.setattr(engine.runner.model, "compute_logits", lambda *args: 1 / 0)
+
+        engine.step()
+
+        assert len(shared) == 1
+
     def test_that_fails_does_not_swallow_a_request_that_ended_before_the_pass(
         self, world, monkeypatch, tmp_path
     ):

@@ -3,11 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import LoRAConfig, SchedulerConfig
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.request_queue import WaitingQueue
 from minivllm.gpu.pages.admission import ElasticAdmission
 from minivllm.gpu.pages.block_pool import ElasticBlockPool
 from minivllm.gpu.pages.ledger import PageLedger
+from minivllm.gpu.pages.scheduler import ElasticScheduler
 from minivllm.simulate.adapters import RecordedWorker
 from minivllm.simulate.replica import lora_request
 
@@ -97,12 +98,21 @@ def test_keys_and_values_get_back_what_idle_adapters_borrowed_and_no_more():
     assert adapters.ledger.held.keys() == {0}
 
 
+def three_pages(ranks):
+    """A worker of adapters by their ranks; two pages are one of the largest rank."""
+    return RecordedWorker(LoRAConfig(max_lora_rank=16, max_loras=4), SchedulerConfig(), ranks, pages=3)
+
+
+def in_slots(worker, *adapter_ids):
+    for adapter_id in adapter_ids:
+        worker.add_adapter(lora_request(adapter_id))
+        worker.manager.activate_adapter(adapter_id)
+    return worker.manager
+
+
 def test_who_has_its_pages_keeps_them_when_another_is_refused():
     """Two adapters that are due, and room for one: with both refused, nobody ran any more."""
-    worker = RecordedWorker(
-        LoRAConfig(max_lora_rank=16, max_loras=4), SchedulerConfig(), {1: 16, 2: 16}, pages=3
-    )
-    manager = worker.manager
+    manager = three_pages({1: 16, 2: 16}).manager
 
     assert manager.reserve(1, spare={1})
     assert not manager.reserve(2, spare={1, 2})
@@ -113,12 +123,7 @@ def test_who_has_its_pages_keeps_them_when_another_is_refused():
 
 def admission_with_adapter_1_in_a_slot():
     """Three pages, of which adapter 1 has two; whoever is passed over is due at once."""
-    worker = RecordedWorker(
-        LoRAConfig(max_lora_rank=16, max_loras=4), SchedulerConfig(), {1: 16, 2: 16}, pages=3
-    )
-    worker.add_adapter(lora_request(1))
-    worker.manager.activate_adapter(1)
-    return ElasticAdmission(4, 0, WaitingQueue(), worker.manager)
+    return ElasticAdmission(4, 0, WaitingQueue(), in_slots(three_pages({1: 16, 2: 16}), 1))
 
 
 def test_whoever_makes_way_makes_it_for_the_adapter_that_is_due():
@@ -139,3 +144,38 @@ def test_an_adapter_whose_request_joins_does_not_give_its_pages_for_that_request
     assert admission.fits(1)
 
     assert 1 in admission.spared
+
+
+def test_nobody_gives_way_for_an_adapter_that_would_not_fit_all_the_same():
+    """It needs two pages; of the idle adapter it would get one, and the others are in use."""
+    manager = in_slots(three_pages({1: 8, 2: 16, 3: 16}), 1, 2)
+
+    assert not manager.reserve(3, spare={2, 3})
+
+    assert manager.list_active_adapters().keys() == {1, 2}
+
+
+def test_pages_kept_for_an_adapter_are_free_again_when_it_is_removed():
+    manager = three_pages({1: 16, 2: 16}).manager
+    assert manager.reserve(1, spare={1})
+
+    manager.remove_adapter(1)
+
+    assert manager.reserve(2, spare={2})
+
+
+def test_a_cleared_scheduler_lends_no_block_of_a_page_that_an_adapter_has():
+    manager = in_slots(three_pages({1: 16}), 1)
+
+    scheduler = ElasticScheduler(
+        SchedulerConfig(),
+        CacheConfig(num_blocks=BLOCKS),
+        LoRAConfig(max_lora_rank=16, max_loras=4),
+        manager=manager,
+        blocks_a_page=A_PAGE,
+        max_model_len=LEAST,
+    )
+
+    pool, ledger = scheduler.kv_cache.block_pool, manager.pool.ledger
+    lent = {block for page in ledger.held[0] for block in pool.blocks_of(page)}
+    assert lent and not lent & set(pool.free)

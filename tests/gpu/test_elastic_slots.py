@@ -101,6 +101,8 @@ def test_an_adapter_takes_pages_for_its_own_rank(world):
     assert sorted(len(pages) for pages in manager.pool.ledger.held.values()) == [1, 2, 2]
     page_bytes = engine.runner.memory_plan.blocks_a_page * engine.runner.kv_block_bytes
     assert manager.get_memory_stats()["pages"] == 5 * page_bytes
+    assert engine.remove_lora(world.request("rank-16-1").lora_int_id)
+    assert manager.get_memory_stats()["pages"] == 3 * page_bytes
 
 
 @pytest.mark.nightly_without_gpu

@@ -56,3 +56,12 @@ def test_the_table_does_not_name_an_adapter_whose_copy_failed(follower):
         follower._assign({1: Assignment(0, 10)})
 
     assert manager.tiers.slots == {}
+
+
+def test_what_rank_0_has_dropped_is_forgotten_once_the_slots_are_as_there(follower):
+    follower._reader = SimpleNamespace(read=lambda message: message)
+    follower.runner.launch_model = lambda step: None
+
+    follower.launch("step", {1: Assignment(0, 10)}, [11], drawn=0)
+
+    assert follower.adapters.keys() == {10}

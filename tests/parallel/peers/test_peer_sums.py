@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from minivllm.config import ParallelConfig
 from minivllm.parallel.peers import memory as peer_memory
@@ -168,6 +169,33 @@ def test_a_process_without_the_cuda_runtime_says_so():
     with pytest.raises(RuntimeError, match="libcudart: this PyTorch has none"):
         memory.offer(4096)
     memory.close()  # nothing was taken
+
+
+class NoMemory:
+    """Memory that a driver does not share."""
+
+    def offer(self, nbytes: int) -> bytes:
+        raise OSError("no such device")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_rank_that_cannot_share_memory_tells_the_others_which_wait_for_it(monkeypatch):
+    told = []
+
+    def gather(results: list, own: Any) -> None:
+        told.append(own)
+        results[:] = [own, (b"an offer", "")]
+
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+    group = PeerGroup(NoMemory(), "cpu")
+
+    assert told == [(None, "rank 0: no such device")]
+    assert not group.is_on and group.refusal == "rank 0: no such device"
 
 
 def run_ranks(size: int, folder: Path, case: str) -> list[tuple[int, dict]]:
