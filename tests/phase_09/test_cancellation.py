@@ -185,20 +185,6 @@ class TestAConsumerThatLeaves:
 
         assert run(main()) == [["r7"]]
 
-    def test_waits_for_nothing(self):
-        """The engine may be in the middle of a step: nobody answers."""
-
-        async def main():
-            client, stream = FakeClient(), new_stream()
-            put(stream, output("a"))
-            outputs = listen(client, stream, "r7", nothing)
-            await anext(outputs)
-            await asyncio.wait_for(outputs.aclose(), SOON)
-            return client.calls, [(["r7"], stream)]
-
-        calls, expected = run(main())
-        assert calls == expected
-
     def test_after_the_last_output_aborts_nothing(self):
         async def main():
             client, stream = FakeClient(), new_stream()

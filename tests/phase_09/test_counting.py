@@ -34,6 +34,10 @@ class Seen:
     def of_adapter(self, name, adapter):
         return self.samples[f"minivllm:adapter_{name}", (("adapter", adapter),)]
 
+    def ends(self, *reasons):
+        """How many requests ended for each reason."""
+        return [self.of("vllm:request_success_total", finished_reason=r, **SERVER) for r in reasons]
+
     def adapters(self):
         return {value for _, labels in self.samples for key, value in labels if key == "adapter"}
 
@@ -103,33 +107,22 @@ class TestAnAdapterThatIsServed:
 
 class TestTokens:
     def test_count_for_the_server_and_for_their_adapter(self):
-        metrics = ServerMetrics("base", ["sql", "dates"])
+        metrics = ServerMetrics("base", ["sql", "dates"], most_labels=3)
 
         metrics.tokens("sql", 3, None)
         metrics.tokens("sql", 4, 0.5)
         metrics.tokens("base", 2, 0.25)
+        metrics.tokens("beyond", 2, 0.0)  # no time is a latency, too
+        metrics.tokens("the most", 3, None)
 
         seen = Seen(metrics)
-        assert seen.of("vllm:generation_tokens_total", **SERVER) == 9
-        written = [seen.of_adapter("generation_tokens_total", name) for name in ("sql", "dates", "base")]
-        assert written == [7, 0, 2]
-        assert seen.of("vllm:inter_token_latency_seconds_count", **SERVER) == 6
+        assert seen.of("vllm:generation_tokens_total", **SERVER) == 14
+        written = [
+            seen.of_adapter("generation_tokens_total", name) for name in ("sql", "dates", "base", OTHER)
+        ]
+        assert written == [7, 0, 2, 5]
+        assert seen.of("vllm:inter_token_latency_seconds_count", **SERVER) == 8
         assert seen.of("vllm:inter_token_latency_seconds_sum", **SERVER) == 4 * 0.5 + 2 * 0.25
-
-    def test_that_came_in_no_time_have_a_latency_too(self):
-        metrics = ServerMetrics("base")
-
-        metrics.tokens("base", 2, 0.0)
-
-        assert Seen(metrics).of("vllm:inter_token_latency_seconds_count", **SERVER) == 2
-
-    def test_of_adapters_beyond_the_most_are_counted_together(self):
-        metrics = ServerMetrics("base", most_labels=1)
-
-        metrics.tokens("sql", 3, None)
-        metrics.tokens("dates", 4, None)
-
-        assert Seen(metrics).of_adapter("generation_tokens_total", OTHER) == 7
 
 
 TIMES = {"arrival_time": 100.0, "first_scheduled_time": 100.25, "first_token_time": 102.0}
@@ -167,50 +160,37 @@ class TestARequestThatFinished:
         seen = Seen(metrics)
         assert seen.of("vllm:prompt_tokens_total", **SERVER) == 9
         assert seen.of_adapter("prompt_tokens_total", "sql") == 9
-        ends = [
-            seen.of("vllm:request_success_total", finished_reason=r, **SERVER) for r in ("stop", "length")
-        ]
-        assert ends == [2, 1]
-
-    def test_without_a_reason_was_aborted(self):
-        metrics = ServerMetrics("base")
-
-        metrics.finished("base", output(1, finished=True))
-
-        assert Seen(metrics).of("vllm:request_success_total", finished_reason="abort", **SERVER) == 1
+        metrics.finished("base", output(1, finished=True))  # without a reason: aborted
+        assert Seen(metrics).ends("stop", "length", "abort") == [2, 1, 1]
 
     @pytest.mark.parametrize(
-        ("known", "expected"),
-        [(0, [0, 0, 0]), (1, [0, 0, 0]), (2, [0, 1, 0]), (3, [1, 1, 0])],
+        ("times", "expected"),
+        [
+            pytest.param(None, [None, None, None], id="refused"),
+            pytest.param({"arrival_time": 100.0}, [None, None, None], id="while it waited"),
+            pytest.param(
+                {"arrival_time": 100.0, "first_scheduled_time": 100.25}, [None, 0.25, None], id="unanswered"
+            ),
+            pytest.param(TIMES, [2.0, 0.25, None], id="not finished"),
+            # Its end is no first token.
+            pytest.param(
+                {"arrival_time": 100.0, "finished_time": 103.0}, [None, None, 3.0], id="without a token"
+            ),
+            pytest.param(dict.fromkeys([*TIMES, "finished_time"], 0.0), [0, 0, 0], id="all at once, at zero"),
+        ],
     )
-    def test_counts_only_what_it_came_to(self, known, expected):
-        """It may have been refused, or have ended while it waited, or before its first token."""
+    def test_counts_only_what_it_came_to(self, times, expected):
         metrics = ServerMetrics("base")
-        times = RequestMetrics(**dict(list(TIMES.items())[:known])) if known else None
+        made = times and RequestMetrics(**times)
 
-        metrics.finished("base", output(0, finished=True, reasons=["error"], times=times))
+        metrics.finished("base", output(0, finished=True, reasons=["error"], times=made))
 
-        assert counts(Seen(metrics)) == expected
-        assert len(metrics.recent_ttft) == expected[0]
-        assert Seen(metrics).of_adapter("time_to_first_token_seconds_count", "base") == expected[0]
-
-    def test_without_a_token_has_none_in_no_time_either(self):
-        """Its end is no first token."""
-        metrics = ServerMetrics("base")
-        times = RequestMetrics(100.0, finished_time=103.0)
-
-        metrics.finished("base", output(0, finished=True, reasons=["abort"], times=times))
-
-        assert counts(Seen(metrics)) == [0, 0, 1]
-        assert sums(Seen(metrics)) == [0, 0, 3.0]
-
-    def test_that_had_its_token_at_once_counts_a_time_of_nothing(self):
-        metrics = ServerMetrics("base")
-        times = RequestMetrics(0.0, first_scheduled_time=0.0, first_token_time=0.0, finished_time=0.0)
-
-        metrics.finished("base", output(1, finished=True, reasons=["length"], times=times))
-
-        assert counts(Seen(metrics)) == [1, 1, 1]
+        seen = Seen(metrics)
+        assert counts(seen) == [time is not None for time in expected]
+        assert sums(seen) == [time or 0 for time in expected]
+        firsts = int(expected[0] is not None)
+        assert len(metrics.recent_ttft) == firsts
+        assert seen.of_adapter("time_to_first_token_seconds_count", "base") == firsts
 
     def test_of_an_adapter_beyond_the_most_counts_for_the_others(self):
         metrics = ServerMetrics("base", most_labels=1)
@@ -258,41 +238,31 @@ class TestProgress:
         assert seen.of_adapter("requests_total", "sql") == 1
         assert watched.record.prompt_tokens == 3
 
-    def test_of_merged_tokens_shares_the_time_among_them(self):
-        """A slow consumer is given four tokens at once; each took a fourth of the time."""
-        watched = Watched()
+    @pytest.mark.parametrize(
+        ("now", "observed", "expected"),
+        [
+            # A slow consumer is given four tokens at once; each took a fourth of the time.
+            pytest.param(50, [(3, 1), (2, 5), (0.25, 6)], (5, 4 * 0.5 + 0.25), id="merged tokens"),
+            pytest.param(50, [(1, 1), (0, 3)], (2, 0), id="tokens that came at one moment"),
+            pytest.param(50, [(3, 4)], (0, 0), id="the first tokens, with no time between"),
+            # Two answers, a token each every half second: that is the time between two tokens, not half of it.
+            pytest.param(
+                50, [(1, 1, 1), (0.5, 2, 2), (1, 4, 4)], (6, 2 * 0.5 + 4 * 0.5), id="several answers"
+            ),
+            pytest.param(50, [(1, 1), (2, 1), (1, 2)], (1, 3), id="no new tokens: the time runs on"),
+            # Where a clock begins is nobody's business, and None is the only time that is none.
+            pytest.param(0, [(0, 1), (1.5, 2)], (1, 1.5), id="from when the clock is at zero"),
+        ],
+    )
+    def test_shares_the_time_between_outputs_among_their_tokens(self, now, observed, expected):
+        watched = Watched(now=float(now))
 
-        watched.observe(3, 1)
-        watched.observe(2, 5)
-        watched.observe(0.25, 6)
+        for after, *lengths in observed:
+            watched.observe(after, *lengths)
 
-        assert watched.latency() == (5, 4 * 0.5 + 0.25)
+        assert watched.latency() == expected
 
-    def test_may_begin_when_the_clock_is_at_zero(self):
-        """Where a clock begins is nobody's business, and None is the only time that is none."""
-        watched = Watched(now=0.0)
-
-        watched.observe(0, 1)
-        watched.observe(1.5, 2)
-
-        assert watched.latency() == (1, 1.5)
-
-    def test_of_tokens_that_came_at_one_moment_counts_them(self):
-        watched = Watched()
-
-        watched.observe(1, 1)
-        watched.observe(0, 3)
-
-        assert watched.latency() == (2, 0)
-
-    def test_of_the_first_tokens_has_no_time_between(self):
-        watched = Watched()
-
-        watched.observe(3, 4)
-
-        assert watched.latency() == (0, 0)
-
-    def test_of_outputs_that_were_not_seen_has_none_either(self):
+    def test_of_outputs_that_were_not_seen_has_no_time_between(self):
         watched = Watched()
 
         watched.observe(3, 4, all_are_seen=False)
@@ -301,42 +271,19 @@ class TestProgress:
         assert watched.latency() == (0, 0)
         assert watched.record.completion_tokens == 8
 
-    def test_of_several_answers_counts_the_time_of_each(self):
-        """Two answers, a token each every half second: that is the time between two tokens, not half of it."""
+    @pytest.mark.parametrize(("told", "expected"), [(50.5, 50.5), (None, 52.0)], ids=["told", "seen"])
+    def test_notes_when_the_first_token_came_or_was_seen_where_the_engine_tells_no_times(
+        self, told, expected
+    ):
         watched = Watched()
-
-        watched.observe(1, 1, 1)
-        watched.observe(0.5, 2, 2)
-        watched.observe(1, 4, 4)
-
-        assert watched.latency() == (6, 2 * 0.5 + 4 * 0.5)
-
-    def test_without_new_tokens_lets_the_time_run_on(self):
-        watched = Watched()
-
-        watched.observe(1, 1)
-        watched.observe(2, 1)
-        watched.observe(1, 2)
-
-        assert watched.latency() == (1, 3)
-
-    def test_notes_when_the_first_token_came(self):
-        watched = Watched()
-        times = RequestMetrics(49.5, first_token_time=50.5)
+        times = [told and RequestMetrics(49.5, first_token_time=told + later) for later in (0, 1.5)]
 
         watched.observe(1, 0)
         assert watched.record.first_token_at is None
-        watched.observe(1, 2, times=times)
-        watched.observe(1, 3, times=RequestMetrics(49.5, first_token_time=52.0))
+        watched.observe(1, 2, times=times[0])
+        watched.observe(1, 3, times=times[1])
 
-        assert watched.record.first_token_at == 50.5
-
-    def test_without_the_engines_metrics_notes_when_it_was_seen(self):
-        watched = Watched()
-
-        watched.observe(1.5, 1)
-
-        assert watched.record.first_token_at == 51.5
+        assert watched.record.first_token_at == expected
 
     def test_of_several_prompts_adds_up_in_the_record_of_all(self):
         watched = Watched()
@@ -355,10 +302,7 @@ class TestProgress:
         watched.progress.end()
 
         seen = Seen(watched.metrics)
-        ends = [
-            seen.of("vllm:request_success_total", finished_reason=r, **SERVER) for r in ("length", "abort")
-        ]
-        assert ends == [1, 0]
+        assert seen.ends("length", "abort") == [1, 0]
         assert seen.of_adapter("prompt_tokens_total", "sql") == 3
 
     def test_that_breaks_off_counts_an_abort(self):
@@ -368,7 +312,7 @@ class TestProgress:
         watched.progress.end()
 
         seen = Seen(watched.metrics)
-        assert seen.of("vllm:request_success_total", finished_reason="abort", **SERVER) == 1
+        assert seen.ends("abort") == [1]
         assert seen.of_adapter("prompt_tokens_total", "sql") == 0
 
     def test_that_never_began_counts_nothing(self):
@@ -377,7 +321,7 @@ class TestProgress:
 
         watched.progress.end()
 
-        assert Seen(watched.metrics).of("vllm:request_success_total", finished_reason="abort", **SERVER) == 0
+        assert Seen(watched.metrics).ends("abort") == [0]
         assert Seen(watched.metrics).of_adapter("requests_total", "sql") == 0
 
     @pytest.mark.parametrize("seed", range(5))

@@ -478,27 +478,32 @@ def test_a_request_in_flight_outlives_the_unload_and_newcomers_do_not(served):
     assert in_flight == expected and loras == set()
 
 
+async def loaded_and_asked(names, path):
+    """What adapters `one` and `two` answer; and a request of `sql`, with the weights of `one`, that has begun."""
+    expected = {}
+    for name in ("one", "two"):
+        await names.load(order(name, path(name)))
+        expected[name] = await tokens(names, name, name)
+    assert expected["one"] != expected["two"]
+    await names.load(order("sql", path("one")))
+    runs = ask(names, "sql", "in flight")
+    await anext(runs)
+    return expected, runs
+
+
 def test_the_name_may_be_loaded_at_once_behind_its_unload(served):
     names, path = served
 
     async def main():
-        expected = {}
-        for name in ("one", "two"):
-            await names.load(order(name, path(name)))
-            expected[name] = await tokens(names, name, name)
-        await names.load(order("sql", path("one")))
-        runs = ask(names, "sql", "in flight")
-        await anext(runs)
+        expected, runs = await loaded_and_asked(names, path)
         unloads = asyncio.ensure_future(names.unload("sql"))
         await asyncio.sleep(0)
         await names.load(order("sql", path("two")))
         assert unloads.done()
         later = await tokens(names, "sql", "later")
-        in_flight = [output async for output in runs][-1].outputs[0].token_ids
-        return expected, in_flight, later
+        return expected, [output async for output in runs][-1].outputs[0].token_ids, later
 
     expected, in_flight, later = run_beside_an_engine(main())
-    assert expected["one"] != expected["two"]
     assert (in_flight, later) == (expected["one"], expected["two"])
 
 
@@ -506,18 +511,10 @@ def test_a_reload_leaves_a_request_in_flight_its_weights_and_gives_others_the_ne
     names, path = served
 
     async def main():
-        expected = {}
-        for name in ("one", "two"):
-            await names.load(order(name, path(name)))
-            expected[name] = await tokens(names, name, name)
-        await names.load(order("sql", path("one")))
-        runs = ask(names, "sql", "in flight")
-        await anext(runs)
+        expected, runs = await loaded_and_asked(names, path)
         await names.load(order("sql", path("two"), load_inplace=True))
         later = asyncio.ensure_future(tokens(names, "sql", "later"))
-        in_flight = [output async for output in runs][-1].outputs[0].token_ids
-        return expected, in_flight, await later
+        return expected, [output async for output in runs][-1].outputs[0].token_ids, await later
 
     expected, in_flight, later = run_beside_an_engine(main())
-    assert expected["one"] != expected["two"]
     assert (in_flight, later) == (expected["one"], expected["two"])

@@ -135,47 +135,62 @@ def test_stop_strings_among_the_first_min_tokens_are_passed_over():
     assert IncrementalDetokenizer(tokenizer, params).update([0, 1], finished=True) == ("a.b.", None)
 
 
-def test_a_stop_string_inside_a_token_cuts_the_text_there():
-    tokenizer = tokenizer_of([b"one ", b"two;three", b" four"])
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=";"))
+# Tokens, stop strings, whether the request finishes with the last token; what is shown after each, and what was found.
+SHOWN = {
+    "cut at a stop string inside a token": ([b"one ", b"two;three"], [";"], False, ["one ", "two"], ";"),
+    "half a stop string, once it cannot become whole": (
+        [b"a\n", b"\nb", b"\n", b"x"],
+        ["\n\n\n"],
+        False,
+        ["a", "\n\nb", "", "\nx"],
+        None,
+    ),
+    "an end that was held back, when the request finishes": (
+        [b"all", b" EN"],
+        ["END"],
+        True,
+        ["all", " EN"],
+        None,
+    ),
+    # Behind "hello a" the text ends, though its end might have begun the other stop string.
+    "all that is before a stop string": ([b"hello", b" a"], ["a", " ab"], False, ["hello", " "], "a"),
+    "characters, whole": (
+        [bytes([byte]) for byte in "é日".encode()],
+        [],
+        False,
+        ["", "é", "", "", "日"],
+        None,
+    ),
+    # A text that is cut amid a character ends with a replacement character, which is a text like any other.
+    "amid a character, what the tokenizer shows": (
+        [b"ok ", b"\xf0\x9f", b"\x91"],
+        [],
+        True,
+        ["ok ", "", "\ufffd"],
+        None,
+    ),
+    "bytes that are left and complete a stop string": (
+        [b"ok", b" ", b"\xf0\x9f"],
+        [" \ufffd"],
+        True,
+        ["ok", "", ""],
+        " \ufffd",
+    ),
+}
 
-    first = detokenizer.update(tokenizer.ids[:1], finished=False)
-    second = detokenizer.update(tokenizer.ids[1:2], finished=False)
 
-    assert first == ("one ", None)
-    assert second == ("two", ";")
-    assert detokenizer.text == "one two"
+@pytest.mark.parametrize("case", SHOWN)
+def test_after_each_token_is_shown(case):
+    pieces, stop, finishes, expected, expected_stop = SHOWN[case]
+    tokenizer = tokenizer_of(pieces)
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=stop, max_tokens=100))
 
+    last = len(pieces) - 1
+    updates = [detokenizer.update([t], finished=finishes and i == last) for i, t in enumerate(tokenizer.ids)]
 
-def test_a_half_stop_string_is_shown_once_it_cannot_become_whole():
-    tokenizer = tokenizer_of([b"a\n", b"\nb", b"\n", b"x"])
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="\n\n\n"))
-
-    pieces = [detokenizer.update([token_id], finished=False)[0] for token_id in tokenizer.ids]
-
-    assert pieces == ["a", "\n\nb", "", "\nx"]
-
-
-def test_a_held_back_end_is_shown_when_the_request_finishes():
-    tokenizer = tokenizer_of([b"all", b" EN"])
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="END"))
-
-    pieces = [
-        detokenizer.update(tokenizer.ids[:1], finished=False),
-        detokenizer.update(tokenizer.ids[1:], finished=True),
-    ]
-
-    assert pieces == [("all", None), (" EN", None)]
-
-
-def test_nothing_is_held_back_behind_a_stop_string():
-    """Behind "hello a" the text ends, though its end might have begun the other stop string."""
-    tokenizer = tokenizer_of([b"hello", b" a"])
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=["a", " ab"]))
-
-    pieces = [detokenizer.update([token_id], finished=False) for token_id in tokenizer.ids]
-
-    assert pieces == [("hello", None), (" ", "a")]
+    assert [shown for shown, _ in updates] == expected
+    assert [found for _, found in updates] == [None] * last + [expected_stop]
+    assert detokenizer.text == "".join(expected)
 
 
 @pytest.mark.parametrize(("last", "shown"), [(b" a", " a"), (b"\xf0\x9f", "\ufffd")])
@@ -187,37 +202,6 @@ def test_what_is_held_back_when_a_stop_token_comes_is_shown(last, shown):
     pieces = [detokenizer.update([i], finished=i == 2, stop_terminated=i == 2)[0] for i in tokenizer.ids]
 
     assert pieces == ["hello", "", shown]
-
-
-def test_bytes_that_are_left_may_complete_a_stop_string():
-    """A text that is cut amid a character ends with a replacement character, which is a text like any other."""
-    tokenizer = tokenizer_of([b"ok", b" ", b"\xf0\x9f"])
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=" \ufffd"))
-
-    pieces = [detokenizer.update([i], finished=i == 2) for i in tokenizer.ids]
-
-    assert pieces == [("ok", None), ("", None), ("", " \ufffd")]
-    assert detokenizer.text == "ok"
-
-
-def test_characters_are_shown_whole():
-    pieces = [bytes([byte]) for byte in "é👩‍👩‍👧日".encode()]
-    tokenizer = tokenizer_of(pieces)
-    detokenizer = IncrementalDetokenizer(tokenizer, LONG)
-
-    streamed = [detokenizer.update([token_id], finished=False)[0] for token_id in tokenizer.ids]
-
-    assert [piece for piece in streamed if piece] == list("é👩‍👩‍👧日")
-
-
-def test_a_text_cut_amid_a_character_ends_as_the_tokenizer_shows_it():
-    tokenizer = tokenizer_of([b"ok ", b"\xf0\x9f", b"\x91"])
-    detokenizer = IncrementalDetokenizer(tokenizer, LONG)
-
-    streamed = [detokenizer.update([t], finished=i == 2)[0] for i, t in enumerate(tokenizer.ids)]
-
-    assert streamed == ["ok ", "", "\ufffd"]
-    assert detokenizer.text == tokenizer.backend_tokenizer.decode(tokenizer.ids)
 
 
 @pytest.mark.parametrize("include", [False, True])
