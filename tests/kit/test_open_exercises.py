@@ -55,8 +55,8 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
 
 def ignorant(name, **answers):
     """A class whose methods give the same whatever they are asked."""
-    methods = "".join(f"    {method} = lambda *_: {answer!r}\n" for method, answer in answers.items())
-    return f"class {name}:\n    __init__ = lambda *_: None\n{methods}"
+    methods = {"__init__": None, **answers}.items()
+    return f"class {name}:\n" + "".join(f"    def {m}(*_): return {answer!r}\n" for m, answer in methods)
 
 
 IGNORES = {
