@@ -103,6 +103,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         ),
         "tests/lora/test_adapter_bytes::test_an_adapter_takes_what_is_told[experts]",
         "tests/lora/test_adapter_plans::test_what_is_not_plain_",
+        "tests/lora/test_bad_adapters/TestConfigs::test_with_too_many_target_parameters_",
         "tests/lora/test_fused_adapters::",
         "tests/parallel/test_norms_that_sum::test_biases_",
         "tests/parallel/test_shared_adapters::",
