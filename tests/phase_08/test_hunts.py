@@ -2,8 +2,10 @@
 
 import ast
 import io
+import json
 import re
 import sys
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from tokenize import COMMENT, generate_tokens
@@ -13,14 +15,14 @@ import pytest
 from labs.kit import hunt_grade
 from labs.kit.forks import Job, Outcome, Result
 from labs.kit.hunt import PHASE, read_hunts
-from labs.kit.hunt_files import WITH_DOCSTRING, whole
+from labs.kit.hunt_files import WITH_DOCSTRING, handed_out, whole
 from labs.kit.hunt_rules import source_reading
-from labs.kit.overlay import engine_file
+from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import LabError, read_engine
 from tests.worlds.hunts import HuntWorld
 
 sys.path.append(str(Path(__file__).parents[1] / "kit"))
-from checkout import Checkout
+from checkout import Checkout, judged
 
 ROOT = Path(__file__).resolve().parents[2]
 HUNTS = read_hunts()
@@ -35,14 +37,17 @@ def reference(hunt):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    return Checkout(tmp_path_factory.mktemp("hunts"))
-
-
-def ask(checkout, code):
-    """What Python says to some code, line by line. A process of its own: no module of the engine is loaded in it."""
-    result = checkout.execute(code)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip().split("\n")
+    """One with a few of the hunts: a right test is run on the faults of all others."""
+    checkout = Checkout(tmp_path_factory.mktemp("hunts"))
+    path = checkout.root / "labs" / PHASE / "hints.toml"
+    first, *tables = re.split(r'(?m)^(?=\["8)', path.read_text())
+    few = [
+        table
+        for table in tables
+        if table.startswith(('["8.1"]', '["8.3"]', '["8.9"]', '["8.14"]', '["8.17"]'))
+    ]
+    path.write_text(first + "".join(few))
+    return checkout
 
 
 def test_there_is_a_hunt_for_every_incident_of_the_page():
@@ -53,12 +58,14 @@ def test_there_is_a_hunt_for_every_incident_of_the_page():
 
 
 @each
-def test_a_hunt_has_all_that_its_hunter_needs(hunt):
+def test_a_hunt_has_all_that_its_hunter_needs_and_its_starter_tells_nothing_of_the_fault(hunt):
     assert len(hunt.symptom.split()) >= 20
     assert 1 <= hunt.difficulty <= 3
     assert 10 <= hunt.minutes <= 60
     assert len(hunt.hints) == 3
     assert all(hint.strip() for hint in hunt.hints)
+    assert f'raise Todo("lab {hunt.number}: ' in hunt.starter
+    assert not any(module.rpartition(".")[2] in hunt.starter for module in hunt.broken())
 
 
 @each
@@ -112,18 +119,6 @@ def test_every_variant_says_what_its_users_see_and_nothing_of_the_code(hunt):
     assert len({variant.lets for variant in variants}) == len(variants)
 
 
-def test_a_test_that_passes_on_a_variant_is_told_what_it_let_pass():
-    passed = Outcome([Result("test_hunt_09.py::test_hunt_09", "passed")])
-    failed = Outcome([Result("test_hunt_09.py::test_hunt_09", "failed", "no")])
-    engine = hunt_grade.VARIANT + HUNTS["8.9"].faults[1].lets
-
-    assert hunt_grade.problem_of(engine, failed) is None
-    assert hunt_grade.problem_of(engine, passed) == (
-        "your test passes on an engine where modules with an alpha of their own get everybody's alpha, and those with "
-        "a rank of their own are right: another form of the same fault, on which it must fail, too"
-    )
-
-
 @pytest.mark.nightly
 def test_a_weak_test_is_told_which_variants_it_lets_pass(checkout):
     """One that sees modules with a rank of their own alone."""
@@ -134,16 +129,26 @@ def test_a_weak_test_is_told_which_variants_it_lets_pass(checkout):
         "    helper = PEFTHelper(8, 8, ['q_proj'], rank_pattern={'q_proj': 2})\n"
         "    assert helper.scaling('layers.0.q_proj', 2) == 4\n"
     )
+
+    [problems] = graded(checkout, "8.9", path)
+
+    assert all("modules with an alpha of their own get everybody's" in problem for problem in problems)
+
+
+def graded(checkout, number, *paths):
+    """What is wrong with tests for a hunt, in a process of its own: no module of the engine is loaded in it."""
     code = (
+        "import json\n"
         "from pathlib import Path\n"
         "from labs.kit.hunt import read_hunts\n"
         "from labs.kit.hunt_grade import grade_test\n"
-        f"for problem in grade_test(read_hunts()['8.9'], Path({str(path)!r}))[0]:\n    print(problem)\n"
+        f"for path in map(Path, {list(map(str, paths))}):\n"
+        "    limit = 0.5 if 'never' in path.name else 15\n"
+        f"    print(json.dumps(grade_test(read_hunts()['{number}'], path, limit)[0]))\n"
     )
-
-    lines = ask(checkout, code)
-
-    assert [line for line in lines if "modules with an alpha of their own get everybody's" in line] == lines
+    result = checkout.execute(code)
+    assert result.returncode == 0, result.stderr
+    return list(map(json.loads, result.stdout.splitlines()))
 
 
 def without_docstrings(text):
@@ -215,14 +220,6 @@ def test_what_is_mended_is_the_broken_module_once_our_code_is_put_back(hunt):
             assert max(lines) <= len(text.split("\n"))
 
 
-@each
-def test_the_starter_is_generated_and_tells_nothing_of_the_fault(hunt):
-    starter = hunt.starter
-
-    assert f'raise Todo("lab {hunt.number}: ' in starter
-    assert not any(module.rpartition(".")[2] in starter for module in hunt.broken())
-
-
 def test_faults_are_not_read_by_accident():
     for path in (ROOT / "labs" / PHASE / "faults").iterdir():
         assert "fault" not in path.read_text()
@@ -238,75 +235,40 @@ def test_a_fault_that_does_not_fit_any_more_is_named():
 
 
 @pytest.mark.nightly
-def test_of_our_tests_exactly_those_of_a_hunt_fail_with_its_fault(checkout):
-    code = (
-        "from labs.kit.forks import Job, run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        f"files = tuple(sorted((read_hunts()['8.7'].root / 'solutions/{PHASE}/tests').glob('test_*.py')))\n"
-        "jobs = [Job(('sound', 'sound', []), '8', {}, files=files)]\n"
-        f"for hunt in (read_hunts()[number] for number in {list(HUNTS)}):\n"
-        "    for fault in hunt.faults:\n"
-        "        kin = [k.id for k in read_hunts().values() if hunt.id in k.kin or fault != hunt.faults[0]]\n"
-        "        jobs.append(Job((hunt.id, fault.name, kin), '8', fault.sources(), files=files))\n"
-        "for job, outcome in run(jobs):\n"
-        "    failed = {int(r.test.split('test_')[1][:2]) for r in outcome.of('failed', 'todo')}\n"
-        "    print(job.key[:2], sorted(failed - set(job.key[2]) - {job.key[0]}), job.key[0] in failed,\n"
-        "          len(outcome.results) >= len(files), outcome.trouble)\n"
-    )
+def test_of_our_tests_exactly_those_of_a_hunt_fail_with_its_fault():
+    files = tuple(sorted((SOLUTIONS / "tests").glob("test_*.py")))
+    jobs = [Job(("none", "sound", []), "8", {}, files=files)]
+    for hunt in HUNTS.values():
+        for fault in hunt.faults:
+            kin = [other.id for other in HUNTS.values() if hunt.id in other.kin or fault != hunt.faults[0]]
+            jobs.append(Job((hunt.id, fault.name, kin), "8", fault.sources(), files=files))
 
-    lines = ask(checkout, code)
-
-    assert len(lines) == 1 + sum(len(hunt.faults) for hunt in HUNTS.values())
-    for line in lines:
-        caught = "False" if "sound" in line else "True"
-        assert line.endswith(f" [] {caught} True None"), line
+    for job, outcome in judged(jobs):
+        own, name, kin = job.key
+        failed = {int(r.test.split("test_")[1][:2]) for r in outcome.of("failed", "todo")}
+        assert outcome.trouble is None, name
+        assert len(outcome.results) >= len(files), name
+        assert failed <= {own, *kin}, name
+        assert (own in failed) == (name != "sound"), name
 
 
 @pytest.mark.nightly
-def test_the_incidents_own_test_fails_with_the_fault(checkout):
-    code = (
-        "from labs.kit.forks import run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_grade import incident_job\n"
-        "jobs = []\n"
-        "for hunt in read_hunts().values():\n"
-        "    hunt._sealed.pop('keeps', None)\n"
-        "    jobs.append(incident_job(hunt, hunt.number, hunt.broken()))\n"
-        "for job, outcome in run(jobs):\n"
-        "    print(job.key, bool(outcome.of('failed')))\n"
-    )
+def test_the_incidents_test_fails_with_the_fault_and_on_what_is_given_to_mend_and_passes_once_that_is_mended():
+    jobs = []
+    for hunt in HUNTS.values():
+        alone, given, mended = replace(hunt), {}, {}
+        for module, broken in hunt.faults[0].texts().items():
+            sound, path = engine_file(module).read_text(), str(hunt.fix_file(module))
+            given[module] = Source(path, *whole(hunt.handed_out()[module], sound, module))
+            mended[module] = Source(path, *whole(handed_out(broken, sound, module), sound, module))
+        jobs.append(hunt_grade.incident_job(hunt, (hunt.number, "given"), given))
+        jobs.append(hunt_grade.incident_job(hunt, (hunt.number, "mended"), mended))
+        alone._sealed.pop("keeps", None)  # the tests of what a fix may not break may fail, too
+        jobs.append(hunt_grade.incident_job(alone, (hunt.number, "broken"), hunt.broken()))
 
-    lines = ask(checkout, code)
+    passed = {job.key: outcome.passed for job, outcome in judged(jobs)}
 
-    assert sorted(lines) == sorted(f"{number} True" for number in HUNTS)
-
-
-@pytest.mark.nightly
-def test_what_is_given_to_mend_fails_the_incidents_test_and_passes_it_once_mended(checkout):
-    code = (
-        "from labs.kit.forks import run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_files import handed_out, whole\n"
-        "from labs.kit.hunt_grade import incident_job\n"
-        "from labs.kit.overlay import Source, engine_file\n"
-        "jobs = []\n"
-        "for hunt in read_hunts().values():\n"
-        "    given, mended = {}, {}\n"
-        "    for module, broken in hunt.faults[0].texts().items():\n"
-        "        sound = engine_file(module).read_text()\n"
-        "        path = str(hunt.fix_file(module))\n"
-        "        given[module] = Source(path, *whole(hunt.handed_out()[module], sound, module))\n"
-        "        mended[module] = Source(path, *whole(handed_out(broken, sound, module), sound, module))\n"
-        "    jobs += [incident_job(hunt, (hunt.number, 'given'), given)]\n"
-        "    jobs += [incident_job(hunt, (hunt.number, 'mended'), mended)]\n"
-        "for job, outcome in run(jobs):\n"
-        "    print(*job.key, 'passes' if outcome.passed else 'fails')\n"
-    )
-
-    lines = ask(checkout, code)
-
-    expected = {f"{number} {which}" for number in HUNTS for which in ("given fails", "mended passes")}
-    assert set(lines) == expected
+    assert passed == {(n, state): state == "mended" for n in HUNTS for state in ("given", "mended", "broken")}
 
 
 MENDED = ["8.4", "8.8", "8.12", "8.13"]  # half a fix of these was taken once
@@ -363,29 +325,18 @@ def test_statements_of_a_fault_are_mended_one_at_a_time():
     [MENDED[-1:], pytest.param([n for n in HUNTS if n != MENDED[-1]], marks=pytest.mark.nightly)],
     ids=["one that took half a fix", "all others"],
 )
-def test_a_fix_of_one_part_of_a_fault_is_refused(checkout, chosen):
+def test_a_fix_of_one_part_of_a_fault_is_refused(chosen):
     """Unless the faults' file says that it is right, and why: `right_alone`, by the statement's number."""
-    sys_path = str(Path(__file__).parent)
-    code = (
-        "import sys\n"
-        f"sys.path[:0] = [{sys_path!r}, {str(ROOT / 'tests/kit')!r}]\n"
-        "from test_hunts import mended_in_part\n"
-        "from labs.kit.forks import run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_grade import incident_job\n"
-        "jobs = []\n"
-        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
-        "    for n, half in enumerate(mended_in_part(hunt.faults[0])):\n"
-        "        right = str(n) in hunt._sealed.get('right_alone', {})\n"
-        "        jobs.append(incident_job(hunt, (hunt.number, n, right), half.sources()))\n"
-        "for job, outcome in run(jobs):\n"
-        "    print(*job.key[:2], 'right' if outcome.passed == job.key[2] else 'WRONG')\n"
-    )
+    jobs, right = [], set()
+    for hunt in (HUNTS[number] for number in chosen):
+        right |= {(hunt.number, int(n)) for n in hunt._sealed.get("right_alone", {})}
+        for n, half in enumerate(mended_in_part(hunt.faults[0])):
+            jobs.append(hunt_grade.incident_job(hunt, (hunt.number, n), half.sources()))
 
-    lines = ask(checkout, code)
+    taken = {job.key for job, outcome in judged(jobs) if outcome.passed}
 
-    assert len(lines) > len(chosen) / 4
-    assert [line for line in lines if not line.endswith("right")] == []
+    assert len(jobs) > len(chosen) / 4
+    assert taken == right
 
 
 # Fixes that were once taken: what is wrong with each, its hunt, a text of the module, and what the fix has for it.
@@ -445,34 +396,21 @@ TAKEN = {
 
 
 @pytest.mark.nightly
-def test_a_fix_is_judged_by_what_the_engine_does(checkout):
+def test_a_fix_is_judged_by_what_the_engine_does():
     """Half a fix is refused, and so is one that breaks something else; the words of an error are the hunter's own."""
-    fixes = {**REFUSED, **TAKEN}
-    code = (
-        "from labs.kit.forks import run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_grade import incident_job\n"
-        "from labs.kit.overlay import Source, engine_file\n"
-        "jobs = []\n"
-        f"for name, (number, old, new) in {fixes}.items():\n"
-        "    hunt = read_hunts()[number]\n"
-        "    [(module, text)] = hunt.faults[0].texts().items()\n"
-        "    text = engine_file(module).read_text() if number == '8.21' else text\n"
-        "    assert text.count(old) == 1, name\n"
-        "    jobs.append(incident_job(hunt, name, {module: Source('fix.py', text.replace(old, new))}))\n"
-        "for job, outcome in run(jobs):\n"
-        "    print(job.key, '-', 'taken' if outcome.passed else 'refused')\n"
-    )
+    jobs = []
+    for name, (number, old, new) in {**REFUSED, **TAKEN}.items():
+        hunt = HUNTS[number]
+        [(module, text)] = hunt.faults[0].texts().items()
+        text = engine_file(module).read_text() if number == "8.21" else text
+        assert text.count(old) == 1, name
+        jobs.append(hunt_grade.incident_job(hunt, name, {module: Source("fix.py", text.replace(old, new))}))
 
-    lines = ask(checkout, code)
-
-    assert sorted(lines) == sorted(
-        [f"{name} - refused" for name in REFUSED] + [f"{name} - taken" for name in TAKEN]
-    )
+    assert {job.key for job, outcome in judged(jobs) if outcome.passed} == TAKEN.keys()
 
 
 @pytest.mark.nightly
-def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
+def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(tmp_path):
     """Ours do. One that asserts how the engine is written fails there, which no broken engine shows."""
     inner = {
         "8.8": "def test_hunt_08(world):\n"
@@ -524,40 +462,25 @@ def test_a_test_passes_on_a_sound_engine_that_is_written_otherwise(checkout):
         "    engine.add_request('a', PROMPT, greedy(1))\n    engine.step()\n"
         "    assert type(said[0]).__name__ == 'EngineBusy'\n",
     }
-    files = {}
+    jobs = []
     for number, text in inner.items():
-        files[number] = checkout.root / f"test_inner_{number[2:]}.py"
-        files[number].write_text(f'pytest_plugins = "tests.worlds.hunts"\n\n\n{text}')
-    code = (
-        "from pathlib import Path\n"
-        "from labs.kit.forks import run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_grade import OTHERWISE, SOUND, _job, problem_of\n"
-        "jobs = []\n"
-        f"for number, inner in {[(n, str(path)) for n, path in files.items()]}:\n"
-        "    hunt = read_hunts()[number]\n"
-        f"    ours = hunt.root / 'solutions/{PHASE}/tests' / hunt.test_file.name\n"
-        "    for who, path in (('ours', ours), ('inner', Path(inner))):\n"
-        "        for engine in (SOUND, OTHERWISE):\n"
-        "            sources = hunt.right_forms[0].sources() if engine == OTHERWISE else {}\n"
-        "            jobs.append(_job((number, who, engine), sources, path))\n"
-        "for job, outcome in run(jobs):\n"
-        "    said = problem_of(job.key[2], outcome)\n"
-        "    print(*job.key[:2], job.key[2] if said and job.key[2] in said else said, sep=', ')\n"
-    )
+        path = tmp_path / f"test_inner_{number[2:]}.py"
+        path.write_text(f'pytest_plugins = "tests.worlds.hunts"\n\n\n{text}')
+        otherwise = HUNTS[number].right_forms[0].sources()
+        for engine, sources in ((hunt_grade.SOUND, {}), (hunt_grade.OTHERWISE, otherwise)):
+            jobs.append(on_engine((number, "ours", engine), reference(HUNTS[number]), sources))
+            jobs.append(on_engine((number, "inner", engine), path, sources))
 
-    lines = ask(checkout, code)
+    problems = {job.key: hunt_grade.problem_of(job.key[2], outcome) for job, outcome in judged(jobs)}
 
-    assert sorted(set(lines)) == sorted(
-        line
-        for number in inner
-        for line in (
-            f"{number}, ours, None",
-            f"{number}, inner, None",
-            f"{number}, inner, {hunt_grade.OTHERWISE}",
-        )
-    )
+    refused = {key for key, problem in problems.items() if problem}
+    assert refused == {(number, "inner", hunt_grade.OTHERWISE) for number in inner}
+    assert all(hunt_grade.OTHERWISE in problems[key] for key in refused)
     assert {number for number, hunt in HUNTS.items() if hunt.right_forms} == set(inner)
+
+
+def on_engine(key, path, sources):
+    return Job(key, path.stem, sources, stop_at_first=True, files=(path,))
 
 
 # Each is right but for its last line, which no incident promises.
@@ -586,46 +509,40 @@ TOO_STRONG = {
 }
 
 
-@pytest.mark.parametrize("number", TOO_STRONG)
-def test_a_test_that_is_too_strong_is_told_what_it_asks_for_beyond_the_incident(checkout, number):
-    body, why = TOO_STRONG[number]
-    path = checkout.root / f"test_strong_{number[2:]}.py"
-    path.write_text(f'pytest_plugins = "tests.worlds.hunts"\n\n\ndef test_strong(world):\n    {body}')
+def test_a_test_that_is_too_strong_is_told_what_it_asks_for_beyond_the_incident(tmp_path):
+    files = {number: tmp_path / f"test_strong_{number[2:]}.py" for number in TOO_STRONG}
+    for number, (body, _) in TOO_STRONG.items():
+        files[number].write_text(
+            f'pytest_plugins = "tests.worlds.hunts"\n\n\ndef test_strong(world):\n    {body}'
+        )
 
-    said = on_sound_engines(checkout, {number: path})
+    said = on_sound_engines(files)
 
-    [problem] = [line for line in said if line != f"{number} None"]
-    assert problem.startswith(f"{number} test_strong is too strong: {why}")
+    for number, (_, why) in TOO_STRONG.items():
+        [problem] = filter(None, said[number])
+        assert problem.startswith(f"test_strong is too strong: {why}")
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [["8.2", "8.15", "8.16", "8.21"], pytest.param(list(HUNTS), marks=pytest.mark.nightly)],
-    ids=["some", "all"],
-)
-def test_our_tests_ask_for_no_more_than_all_sound_engines_keep(checkout, numbers):
-    said = on_sound_engines(checkout, {number: reference(HUNTS[number]) for number in numbers})
+@pytest.mark.nightly
+def test_our_tests_ask_for_no_more_than_all_sound_engines_keep():
+    said = on_sound_engines({number: reference(hunt) for number, hunt in HUNTS.items()})
 
-    assert sorted(said) == sorted(f"{number} None" for number in numbers for _ in HUNTS[number].sound_engines)
+    assert said == {number: [None] * len(hunt.sound_engines) for number, hunt in HUNTS.items()}
     assert [e.name for e in HUNTS["8.15"].sound_engines] == ["from the highest slot down"]
     assert len(HUNTS["8.16"].sound_engines) == 2
 
 
-def on_sound_engines(checkout, files):
-    """What is said of tests on the engines that are sound and written otherwise: a line for each.   files: by hunt"""
-    code = (
-        "from pathlib import Path\n"
-        "from labs.kit.forks import run\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_grade import jobs_on_sound_engines, problem_of\n"
-        "jobs = []\n"
-        f"for number, path in {[(number, str(path)) for number, path in files.items()]}:\n"
-        "    jobs += [(number, job) for job in jobs_on_sound_engines(read_hunts()[number], Path(path))]\n"
-        "for job, outcome in run([job for _, job in jobs]):\n"
-        "    number = next(number for number, one in jobs if one is job)\n"
-        "    print(number, str(problem_of(job.key, outcome)).replace('\\n', ' '))\n"
-    )
-    return ask(checkout, code)
+def on_sound_engines(files):
+    """What is said of tests on each of the engines that are sound and written otherwise.   files: by hunt"""
+    jobs = []
+    for number, path in files.items():
+        for job in hunt_grade.jobs_on_sound_engines(HUNTS[number], path):
+            jobs.append(replace(job, key=(number, job.key)))
+    said = {number: [] for number in files}
+    for job, outcome in judged(jobs):
+        number, engine = job.key
+        said[number].append(hunt_grade.problem_of(engine, outcome))
+    return said
 
 
 WRONG = {
@@ -639,10 +556,6 @@ WRONG = {
         "import sys\n    assert not [f for f in sys.meta_path if type(f).__name__ == 'Overlay' and f.sources]",
         "fails on another fault",
     ),
-    "asks_for_the_engine": (
-        "from labs.kit.overlay import active\n    assert not active()",
-        "the import of labs.kit.overlay.active reads how the engine is written",
-    ),
     "is_skipped": ("import pytest\n    pytest.skip('not today')", "is skipped on the sound engine"),
     "is_skipped_where_it_would_fail": (
         "import pytest, sys\n    if [f for f in sys.meta_path if type(f).__name__ == 'Overlay' and f.sources]:\n"
@@ -655,26 +568,18 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def judged(checkout):
-    """What is said of wrong tests."""
+def said(checkout):
+    """Of wrong tests."""
     paths = []
     for name, (body, _) in WRONG.items():
         paths.append(checkout.root / f"test_{name}.py")
         paths[-1].write_text(f"def test_{name}():\n    {body}\n")
-    code = (
-        "from pathlib import Path\n"
-        "from labs.kit.hunt import read_hunts\n"
-        "from labs.kit.hunt_grade import grade_test\n"
-        f"for path in map(Path, {list(map(str, paths))}):\n"
-        "    limit = 1 if 'never' in path.name else 15\n"
-        "    print(' / '.join(grade_test(read_hunts()['8.17'], path, limit)[0]).replace('\\n', ' '))\n"
-    )
-    return dict(zip(WRONG, ask(checkout, code), strict=True))
+    return dict(zip(WRONG, graded(checkout, "8.17", *paths), strict=True))
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_test_that_is_wrong_is_told_why(judged, name):
-    assert WRONG[name][1] in judged[name]
+def test_a_test_that_is_wrong_is_told_why(said, name):
+    assert WRONG[name][1] in " / ".join(said[name])
 
 
 @pytest.mark.parametrize(
@@ -692,7 +597,7 @@ def test_a_test_that_is_wrong_is_told_why(judged, name):
         ("open(mapping.__file__).read()", ".__file__"),
         ("text = open('minivllm/lora/mapping.py').read()", "the file 'minivllm/lora/mapping.py'"),
         ("import labs.kit.hunt", "the import of labs.kit.hunt"),
-        ("import labs.kit.overlay", "the import of labs.kit.overlay"),
+        ("from labs.kit.overlay import active", "the import of labs.kit.overlay.active"),
         ("exec('import ' + 'd' + 'is')", "exec"),
     ],
 )  # fmt: skip
@@ -713,33 +618,51 @@ def test_no_right_test_reads_source(hunt):
     assert source_reading(reference(hunt).read_text()) is None
 
 
-def test_the_projects_own_test_is_told_as_what_it_promises_and_a_learners_by_its_name():
-    ours = Outcome([Result("tests/engine/x.py::test_15_a_reload_happens_once[a]", "failed", "read twice")])
-    learners = Outcome([Result("labs/08_incidents/test_15.py::test_hunt_15", "failed", "no")])
-    assert hunt_grade.promise_of("TestASecondThread::test_waits[a]") == "a second thread waits"
-
-    said = hunt_grade.problem_of(hunt_grade.FIX, ours)
-
-    assert said == (
-        "with your fix it does not hold that a reload happens once (test_15_a_reload_happens_once[a]): read twice"
-    )
-    assert (
-        hunt_grade.problem_of(hunt_grade.FIX, learners)
-        == "test_hunt_15 fails on your fix, and must pass there: no"
-    )
+def ended(test, outcome="passed", message=""):
+    return Outcome([Result(test, outcome, message)])
 
 
-def test_a_test_in_a_class_is_named_with_it_and_a_fix_that_hangs_is_not_told_to_bound_its_steps():
-    name = "TestPickles::test_that_run_code_are_refused[::a]"
-    failed = Outcome([Result(f"tests/x.py::{name}", "failed", "no")])
-    hanging = Outcome([], trouble="no end after 60 s of waiting")
+HUNT_09 = "labs/08_incidents/test_09.py::test_hunt_09"
+HANGS = Outcome([], trouble="no end after 60 s of waiting")
+SAID = {
+    "a variant that was seen": (hunt_grade.VARIANT, ended(HUNT_09, "failed", "no"), None),
+    "a variant that was not": (
+        *(hunt_grade.VARIANT + HUNTS["8.9"].faults[1].lets, ended(HUNT_09)),
+        "your test passes on an engine where modules with an alpha of their own get everybody's alpha, and those with "
+        "a rank of their own are right: another form of the same fault, on which it must fail, too",
+    ),
+    "the learner's test": (
+        *(hunt_grade.FIX, ended(HUNT_09, "failed", "no")),
+        "test_hunt_09 fails on your fix, and must pass there: no",
+    ),
+    "one of ours is told as what it promises": (
+        *(
+            hunt_grade.FIX,
+            ended("tests/engine/x.py::test_15_a_reload_happens_once[a]", "failed", "read twice"),
+        ),
+        "with your fix it does not hold that a reload happens once (test_15_a_reload_happens_once[a]): read twice",
+    ),
+    "with its class": (
+        *(hunt_grade.FIX, ended("tests/x.py::TestASecondThread::test_waits[::a]", "failed", "no")),
+        "with your fix it does not hold that a second thread waits (TestASecondThread::test_waits[::a]): no",
+    ),
+    "a fix that hangs": (
+        *(hunt_grade.FIX, HANGS),
+        "on your fix: no end after 60 s of waiting; a call hangs, or computes for too long, that ends on the sound "
+        "engine",
+    ),
+    "a test that hangs": (
+        *(hunt_grade.SOUND, HANGS),
+        "on the sound engine: no end after 60 s of waiting; bound its steps or its seconds",
+    ),
+}
 
-    said = hunt_grade.problem_of(hunt_grade.FIX, failed)
 
-    assert said == f"with your fix it does not hold that pickles that run code are refused ({name}): no"
-    assert "a call hangs" in hunt_grade.problem_of(hunt_grade.FIX, hanging)
-    assert "bound its steps" not in hunt_grade.problem_of(hunt_grade.FIX, hanging)
-    assert hunt_grade.problem_of(hunt_grade.SOUND, hanging).endswith("bound its steps or its seconds")
+@pytest.mark.parametrize("what", SAID)
+def test_what_came_of_a_test_on_an_engine_is_said(what):
+    engine, outcome, said = SAID[what]
+
+    assert hunt_grade.problem_of(engine, outcome) == said
 
 
 def test_the_seconds_of_a_grade_are_those_that_one_waits(monkeypatch):
@@ -778,6 +701,8 @@ def test_a_test_of_kernels_runs_by_hand_as_the_hunt_says(checkout):
 def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):
     hunt = read_hunts(checkout.root)["8.17"]
     [module] = hunt.broken()
+    told = checkout.lab("hunt", "17").stdout
+    assert "\n     It holds the answers of what you have not solved: 3.4\n" in told  # of 3.1 no body is in it
     assert "TODO" in checkout.lab("hunt", "17", "--check").stdout
 
     hunt.test_file.write_text(reference(hunt).read_text())
@@ -802,7 +727,8 @@ def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):
 
 
 @pytest.mark.nightly
-def test_the_commands_that_a_hunt_prints_work_as_printed(checkout):
+def test_the_commands_that_a_hunt_prints_work_as_printed(tmp_path):
+    checkout = Checkout(tmp_path)
     for hunt in read_hunts(checkout.root).values():
         before = hunt.test_file.read_text()
         hunt.test_file.write_text(reference(hunt).read_text())
@@ -815,13 +741,6 @@ def test_the_commands_that_a_hunt_prints_work_as_printed(checkout):
         assert checkout.shell(broken).returncode == 1, hunt.number
         assert checkout.shell(sound).returncode == 0, hunt.number
         hunt.test_file.write_text(before)
-
-
-def test_a_hunt_says_which_answers_its_broken_code_holds(checkout):
-    """And of no others: of 3.1, which is in the same module, the body is left out."""
-    said = checkout.lab("hunt", "1").stdout
-
-    assert "\n     It holds the answers of what you have not solved: 3.4\n" in said
 
 
 def test_what_an_engine_has_done_is_shown_on_lines_that_a_screen_has(tmp_path, capsys):
@@ -839,25 +758,20 @@ def test_what_an_engine_has_done_is_shown_on_lines_that_a_screen_has(tmp_path, c
 
 
 def test_code_of_solved_exercises_is_shown_so_that_what_is_missing_does_not_tell_the_place(checkout):
+    """Whatever was solved when a copy was written, it is known whether somebody has changed it."""
     hunt = read_hunts(checkout.root)["8.14"]
     [module] = hunt.broken()
 
-    given, more = hunt.handed_out()[module], hunt.handed_out({"5.8"})[module]
-
-    assert "# lab 5.8: our code runs here" in given
-    assert "our code runs here" not in more
-    assert without_docstrings(more) == without_docstrings(hunt.faults[0].texts()[module])
-
-
-def test_a_copy_that_nobody_has_changed_is_known_whatever_was_solved_when_it_was_written(checkout):
-    hunt = read_hunts(checkout.root)["8.14"]
-
     for solved in ((), {"5.8"}):
+        given = hunt.handed_out(solved)[module]
+        assert ("# lab 5.8: our code runs here" in given) is (not solved)
         [path] = hunt.hand_out(solved)
         assert hunt.is_as_handed_out()
-        path.write_text(path.read_text().replace("_load(", "_read("))
+        path.write_text(given.replace("_load(", "_read("))
         assert not hunt.is_as_handed_out()
         path.unlink()
+    assert "our code runs here" not in given
+    assert without_docstrings(given) == without_docstrings(hunt.faults[0].texts()[module])
 
 
 def test_reset_puts_the_starter_back_and_keeps_what_was_there(checkout):
