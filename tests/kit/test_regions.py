@@ -1,6 +1,7 @@
 """Regions of a module, the stubs that stand for them, and edits inside them."""
 
 import ast
+import re
 
 import pytest
 
@@ -206,12 +207,20 @@ def test_stubs_filled_with_the_regions_are_the_module_again():
 
 
 @pytest.mark.parametrize("number", ["3.1", "10.1"])
-def test_who_has_lost_a_marker_is_told_which_phase_to_reset(number):
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("# region lab {}: a\n", "the line '# region lab {}: a' before 'def f():'"),
+        ("# endregion\n", "the line '# endregion' after the code of lab {}"),
+    ],
+    ids=["the first", "the last"],
+)
+def test_who_has_lost_a_marker_is_told_which_to_put_back_and_which_phase_to_reset(number, lost, told):
     ours = f"# region lab {number}: a\ndef f():\n    return 1\n# endregion\n"
-    phase = number.partition(".")[0]
+    way_on = f"or `lab reset {number.partition('.')[0]}` starts the phase again"
 
-    with pytest.raises(LabError, match=rf"`lab reset {phase}` starts the phase again"):
-        splice(ours.replace("# endregion\n", ""), ours, (), "it")
+    with pytest.raises(LabError, match=re.escape(f"put back {told.format(number)}, {way_on}")):
+        splice(ours.replace(lost.format(number), ""), ours, (), "it")
 
 
 def test_a_splice_keeps_some_regions_and_knows_every_lines_place():
