@@ -1,7 +1,6 @@
 """A copy of the checkout to try things on, with fresh starters and no pass remembered; what tests say of answers."""
 
 import gc
-import json
 import multiprocessing
 import os
 import runpy
@@ -107,11 +106,6 @@ class Checkout:
         process = SERVER.Process(target=run_module, args=(command, self.root, files, labs))
         process.start()
         return process
-
-    def grade(self, *which: str) -> dict[str, dict]:
-        """Exercise -> what `lab grade` says of it. which: a phase or an exercise; none: all."""
-        result = self.lab("grade", *which, "--json")
-        return {entry["exercise"]: entry for entry in json.loads(result.stdout)["exercises"]}
 
     def file(self, number: str) -> Path:
         """The learner's file of an exercise."""

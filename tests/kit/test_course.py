@@ -133,19 +133,3 @@ def test_the_engine_made_of_filled_starters_generates_what_the_engine_does(check
 
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout
-
-
-@pytest.mark.nightly
-def test_grades_are_all_or_nothing_for_each_exercise_alone(checkout):
-    checkout.forget()
-    checkout.solve(*(EXERCISES.keys() - {"2.2"}))
-    right = checkout.file("5.1").read_text()
-    wrong = right.replace("self.move_to_end(key)", "pass")
-    assert wrong != right
-    checkout.file("5.1").write_text(wrong)
-    grades = checkout.grade("2") | checkout.grade("5")
-
-    assert {number: entry["state"] for number, entry in grades.items() if not entry["points"]} == {
-        "2.2": "todo",
-        "5.1": "failed",
-    }

@@ -315,6 +315,7 @@ def test_a_hint_is_offered_for_what_was_begun_and_for_no_untouched_side_track(ch
     solved = checkout.lab("check", "3")
 
     assert "stuck? lab hint 3.4\n" in failing.stdout
+    assert "core path: 4 passed, 1 failed, 0 TODO\n" in failing.stdout, "ours was 3.4 for the others"
     assert "is done" not in failing.stdout
     assert failing.returncode == 1
     assert "core path: 5 passed, 0 failed, 0 TODO\nside tracks: 0 passed, 0 failed, 1 TODO\n" in solved.stdout

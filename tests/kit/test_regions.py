@@ -200,12 +200,6 @@ def test_a_recipe_for_a_function_that_is_gone_or_has_no_docstring_is_refused():
         starter(FUNCTIONS, "it", {"3.1": {"twice": "`x`"}})
 
 
-def test_stubs_filled_with_the_regions_are_the_module_again():
-    filled, _ = splice(starter(FUNCTIONS, "it"), FUNCTIONS, (), "it")
-
-    assert filled.replace("from labs.kit.overlay import Todo\n", "") == FUNCTIONS
-
-
 @pytest.mark.parametrize("number", ["3.1", "10.1"])
 @pytest.mark.parametrize(
     ("lost", "told"),
