@@ -5,7 +5,7 @@ PEFT. Threads play the processes, and plain arithmetic the kernel.
 import pytest
 import torch
 import torch.nn.functional as F
-from test_shared_adapters import LINEARS, pairs_of
+from test_shared_adapters import LINEARS
 
 from minivllm.gpu.fused import fuse
 from minivllm.gpu.fused.blocks import AddAndNorm, Pending
@@ -74,7 +74,7 @@ def world(tmp_path_factory):
 
 @pytest.mark.parametrize("fully", [False, True], ids=["cut", "fully sharded"])
 def test_adapters_are_in_the_terms_that_norms_sum(world, monkeypatch, fully):
-    pairs = pairs_of(world)
+    pairs = world.workload(rows=2)
     expected = [world.answer(name, prompt, 4) for name, prompt in pairs]
 
     def work(tp):
@@ -87,7 +87,7 @@ def test_adapters_are_in_the_terms_that_norms_sum(world, monkeypatch, fully):
 
 
 def test_norms_that_sum_add_what_adapters_add(world, monkeypatch):
-    pairs = pairs_of(world)
+    pairs = world.workload(rows=2)
     expected = [world.answer(name, prompt, 3) for name, prompt in pairs]
 
     def work(tp):
@@ -105,7 +105,7 @@ def test_biases_of_adapters_are_added_once(tmp_path_factory, monkeypatch):
         monkeypatch,
         with_biases,
         2,
-        pairs_of(with_biases),
+        with_biases.workload(rows=2),
         max_loras=3,
         max_cpu_loras=6,
         bias_enabled=True,

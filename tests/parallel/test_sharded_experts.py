@@ -27,15 +27,9 @@ def world(request, tmp_path_factory):
     return sparse_world(tmp_path_factory, request.param)
 
 
-def pairs_of(names):
-    """The base and each adapter on one prompt, and each on one of its own."""
-    names = [None, *names]
-    return [(n, token_ids(9, 1)) for n in names] + [(n, token_ids(4 + i, i)) for i, n in enumerate(names)]
-
-
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_tokens_are_those_of_peft(world, size, monkeypatch):
-    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(NAMES), 3, **FULLY)
+    assert_shared_engines_answer(monkeypatch, world, size, world.workload(rows=2, adapters=NAMES), 3, **FULLY)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +38,9 @@ def test_tokens_are_those_of_peft(world, size, monkeypatch):
 def test_every_backend_gives_them(world, backend, monkeypatch):
     options = {**FULLY, "punica_backend": backend}
 
-    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(NAMES)[:5], 2, **options)
+    assert_shared_engines_answer(
+        monkeypatch, world, 2, world.workload(rows=2, adapters=NAMES)[:5], 2, **options
+    )
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -52,7 +48,7 @@ def test_gate_and_up_may_be_in_one(world, size, monkeypatch):
     for kind in (MixtralForCausalLM, Qwen3MoeForCausalLM):
         in_one = type(f"{kind.__name__}3D", (kind,), {"is_3d_moe_weight": True})
         monkeypatch.setitem(registry.MODELS, kind.__name__, in_one)
-    pairs = pairs_of([name for name in world.names if name.startswith("parameters/")])
+    pairs = world.workload(rows=2, adapters=[name for name in world.names if name.startswith("parameters/")])
 
     assert_shared_engines_answer(monkeypatch, world, size, pairs, 3, **FULLY)
 

@@ -68,14 +68,6 @@ def world_of(tmp_path_factory):
     return world_of
 
 
-def pairs_of(world, names=None):
-    """The base and every adapter on one prompt, and each on one of its own."""
-    names = [None, *(world.names if names is None else names)]
-    return [(name, token_ids(9, 1)) for name in names] + [
-        (n, token_ids(4 + i, i)) for i, n in enumerate(names)
-    ]
-
-
 def every_case():
     for case in itertools.product(WORLDS, (2, 4), (False, True)):
         yield pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.nightly)
@@ -85,7 +77,7 @@ def every_case():
 def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, fully, monkeypatch):
     world, options = world_of(variant), {**OPTIONS, "fully_sharded_loras": fully}
 
-    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **options)
+    assert_shared_engines_answer(monkeypatch, world, size, world.workload(rows=2), **options)
 
 
 @pytest.mark.parametrize(("backend", "fully"), BACKENDS)
@@ -95,7 +87,7 @@ def test_every_backend_gives_it(world_of, backend, fully, monkeypatch):
     options = {**OPTIONS, "punica_backend": backend, "fully_sharded_loras": fully}
     options["dtype"] = "float32" if backend == "paged" else "float64"
 
-    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world)[:7], 3, **options)
+    assert_shared_engines_answer(monkeypatch, world, 2, world.workload(rows=2)[:7], 3, **options)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +108,12 @@ def test_experts_have_their_adapters(variant, tmp_path_factory, monkeypatch):
     world = sparse_world(tmp_path_factory, variant)
 
     assert_shared_engines_answer(
-        monkeypatch, world, 2, pairs_of(world, world.names[::2]), max_loras=3, max_cpu_loras=20
+        monkeypatch,
+        world,
+        2,
+        world.workload(rows=2, adapters=world.names[::2]),
+        max_loras=3,
+        max_cpu_loras=20,
     )
 
 
@@ -125,7 +122,7 @@ def test_layers_that_the_server_leaves_alone_are_summed_all_the_same(world_of, t
     world = world_of("llama-llama3-rope")
     options = {**OPTIONS, "target_modules": targets}
 
-    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world, ["qv"]), **options)
+    assert_shared_engines_answer(monkeypatch, world, 2, world.workload(rows=2, adapters=["qv"]), **options)
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3-rope", MIXTRAL])
