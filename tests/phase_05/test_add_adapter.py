@@ -66,9 +66,10 @@ def test_adding_what_is_in_memory_counts_as_use_though_no_slot_can_be_had(folder
     assert_memory(worker.manager, [1, 3, 9], "9 runs; 1, 2, 1 were asked for: 2 makes room for 3")
 
 
-def test_load_inplace_reads_again_and_makes_a_new_identity(folders, monkeypatch):
+def test_load_inplace_reads_again_makes_a_new_identity_and_keeps_the_pin(folders, monkeypatch):
     worker = make_worker(slots=2)
     worker.add_adapter(folders.request(1))
+    worker.pin_adapter(1)
     first, reads = worker.manager.get_adapter(1).load_id, count_reads(monkeypatch)
     folders.write(1, seed=100)
 
@@ -77,6 +78,7 @@ def test_load_inplace_reads_again_and_makes_a_new_identity(folders, monkeypatch)
     assert reads == [1], f"load_inplace reads the folder once, not {len(reads)} times"
     assert worker.manager.stats.loads == 2, "1 was read, then read again: two loads to be counted"
     assert worker.manager.get_adapter(1).load_id != first, "1 was read again: another load, another identity"
+    assert worker.manager.pinned_adapters == {1}, "1 was pinned when it was read again"
     assert_slots(worker.manager, [1, None], "1 was in slot 0 when it was read again")
     assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1 as its files are now")
 
