@@ -318,6 +318,7 @@ def test_a_second_signal_ends_the_command(world):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=lambda n: n.name
 )
 def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
+    """By day the only engine in a fresh interpreter, as users have it; other tests' are forks."""
     adapter = "--lora-modules", f"qv={world.path('qv')}"
     with command_of(world, "--dtype", "float64", *adapter, "--served-model-name", "tiny") as (process, url):
         answers = []

@@ -9,7 +9,8 @@ an engine       `small.SmallWorld(folder).engine()`, without transformers and PE
                 a world of any kind is made once a run by `engines.made_once`; little room: `settings`
 busy engines    `arrivals.serve_arrivals(engine, rng, count, ask)`, and `arrivals.check_answers(asked, logits_of)`
 a step ahead    `ahead.run_ahead(engine)`; captured steps: `gpu.graphed_engine(world, "decodes")`
-a process       `engines.TinyWorld.engine_process()`, and what may be done to it: `processes`
+a process       `engines.TinyWorld.engine_process()`, and what may be done to it: `processes`; it is a fork
+                (`tools.forked`), since a fresh interpreter imports torch for most of two seconds
 many ranks      `ranks.in_lockstep(size, work)`, threads of this process
 a server        `servers.serving(world, *names)`, and `servers.client_of(server)`
 the demo        `demo.demo_base()`, `demo.adapter_folder(name)`, `demo.task_prompts(n)`

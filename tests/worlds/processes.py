@@ -84,18 +84,8 @@ def stand_still_after(engine: LLMEngine, steps: int, file: Path) -> None:
 
 
 FAR_CALLS = (
-    *(
-        process_id,
-        touch,
-        check_is_empty,
-        check_slots,
-        open_requests,
-        steps_taken,
-        wait_for,
-        hold_after,
-        break_steps,
-    ),
-    *(say, engine_itself, stand_still_after, LLMEngine.abort_request),
+    *(process_id, touch, check_is_empty, check_slots, open_requests, steps_taken, wait_for, hold_after),
+    *(break_steps, say, engine_itself, stand_still_after, LLMEngine.abort_request),
 )
 
 
