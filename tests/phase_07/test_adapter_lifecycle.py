@@ -264,21 +264,15 @@ class TestReload:
         assert world.may_run(new), "it is done, and its requests are still held back"
 
     @lab
-    def test_of_an_idle_adapter_is_done_by_the_next_settling(self, world):
-        new = world.order_reload("new")
-
-        world.registry.settle()
-
-        assert world.worker.memory == {1: "new"}, "nobody is in the way of the reload, and it is not done"
-        assert world.may_run(new), "the reload is done, and its request is still held back"
-
-    @lab
     def test_happens_once(self, world):
-        world.order_reload("new")
+        """Of an idle adapter, at the next settling."""
+        new = world.order_reload("new")
 
         for _ in range(3):  # three steps
             world.registry.settle()
 
+        assert world.worker.memory == {1: "new"}, "nobody is in the way of the reload, and it is not done"
+        assert world.may_run(new), "the reload is done, and its request is still held back"
         assert world.worker.calls == ["read /one"], "one order, one reading"
 
     @lab
@@ -334,21 +328,13 @@ class TestReload:
         assert world.may_run(newer), "both reloads are done, and request 'newer' is still held back"
 
     @lab
-    def test_waits_for_requests_of_its_own_adapter_only(self, world):
+    def test_waits_for_requests_of_its_own_adapter_only_and_evicts_none_of_others(self, world):
         world.ask("other", world.lora(2))
 
         world.order_reload("new")
         world.registry.settle()
 
         assert world.worker.memory[1] == "new", "'other' has adapter 2"
-
-    @lab
-    def test_evicts_none_of_the_adapters_that_run(self, world):
-        world.ask("other", world.lora(2))
-
-        world.order_reload("new")
-        world.registry.settle()
-
         assert world.worker.in_use[-1] == {2}, "what the manager thinks is in use is of the last step"
 
     @lab
@@ -425,14 +411,6 @@ class TestReloadThatFails:
         return ValueError("adapter 'one': lora_B has NaN")
 
     @lab
-    def test_leaves_the_old_weights_serving(self, world, error):
-        world.order_reload("new", weights=error)
-
-        world.registry.settle()
-
-        assert world.worker.memory == {1: "old"}, "the adapter that served until now is gone"
-
-    @lab
     @pytest.mark.parametrize(
         "error",
         [
@@ -450,6 +428,7 @@ class TestReloadThatFails:
         assert world.registry.failures() == {(1, new): error}, (
             "the error is kept for the requests of that reload"
         )
+        assert world.worker.memory == {1: "old"}, "the adapter that served until now is gone"
 
     @lab
     def test_is_kept_under_its_own_generation(self, world, error):

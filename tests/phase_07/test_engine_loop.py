@@ -117,22 +117,6 @@ def test_reloads_are_settled_before_the_scheduler_decides(world, monkeypatch):
     assert log == ["_settle_adapters", "schedule"], told
 
 
-def test_every_request_that_samples_is_heard_of_once_a_step(world):
-    engine = world.engine()
-    engine.add_request("a", [5, 6, 7], greedy(3), lora_request=world.request(1))
-    engine.add_request("b", [5, 6, 7], greedy(2))
-
-    steps = [engine.step() for _ in range(4)]
-
-    seen = [[(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in step] for step in steps]
-    assert seen == [
-        [("a", 1, False), ("b", 1, False)],
-        [("a", 2, False), ("b", 2, True)],
-        [("a", 3, True)],
-        [],
-    ], "(request, tokens so far, finished) of every output, step by step"
-
-
 def test_a_chunk_that_samples_nothing_has_no_output(world):
     engine = world.engine(max_num_batched_tokens=4)
     engine.add_request("a", list(range(10, 19)), greedy(1))
@@ -238,7 +222,7 @@ def test_what_a_step_needs_is_in_memory_before_it_is_launched(world, monkeypatch
     assert launches == [{1, 2}], "read during the pass, an adapter holds up everybody's step"
 
 
-def test_nothing_is_launched_of_a_step_whose_adapter_cannot_be_read(world, monkeypatch):
+def test_a_step_whose_adapter_cannot_be_read_is_not_launched_nor_counted_nor_recorded(world, monkeypatch):
     engine = world.engine()
     launches = watch_launches(engine, monkeypatch)
     engine.add_request("a", [5, 6, 7], greedy(1))
@@ -248,14 +232,6 @@ def test_nothing_is_launched_of_a_step_whose_adapter_cannot_be_read(world, monke
 
     assert ids(outputs) == ["b"]
     assert launches == [], "a step is launched whose adapter could not be read: `_prepare_adapters` says so"
-
-
-def test_a_step_that_was_dropped_is_neither_counted_nor_recorded(world):
-    engine = world.engine()
-    engine.add_request("bad", [5, 6], greedy(), lora_request=bad_adapter(world))
-
-    step(engine)
-
     assert engine.get_metrics()["steps"] == len(engine.trace) == 0
     assert engine.get_metrics()["finished"] == {"error": 1}
 

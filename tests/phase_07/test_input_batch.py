@@ -19,22 +19,26 @@ def batch_of(*adapter_ids):
     return InputBatch(requests, zeros, zeros)
 
 
+# The adapters of the requests, their tokens and their samples; whose these are, samples first; who is used.
+MAPPED = {
+    "each computes its own number": ([0, 5, 2], [2, 1, 3], [1, 1, 1], (0, 5, 2), (0, 0, 5, 2, 2, 2), {5, 2}),
+    "one that samples three": ([3, 4], [3, 3], [3, 1], (3, 3, 3, 4), (3, 3, 3, 4, 4, 4), {3, 4}),
+    "base rows alone": ([0, 0], [2, 1], [1, 1], (0, 0), (0, 0, 0), set()),
+    "one adapter of many rows": ([4, 4, 4], [1, 1, 1], [1, 1, 1], (4, 4, 4), (4, 4, 4), {4}),
+}
+
+
 @lab
-def test_every_token_has_its_requests_adapter():
-    batch = batch_of(0, 5, 2)
+@pytest.mark.parametrize("case", MAPPED)
+def test_every_token_and_every_sampled_row_has_its_requests_adapter(case):
+    adapter_ids, scheduled, sampled, *expected = MAPPED[case]
 
-    _, tokens, _ = batch.make_lora_inputs(np.array([2, 1, 3]), np.array([1, 1, 1]))
+    prompts, tokens, loras = batch_of(*adapter_ids).make_lora_inputs(np.array(scheduled), np.array(sampled))
 
-    assert tokens == (0, 0, 5, 2, 2, 2), "base computes 2 tokens, adapter 5 computes 1, adapter 2 computes 3"
-
-
-@lab
-def test_every_sampled_row_has_its_requests_adapter():
-    batch = batch_of(3, 0, 7)
-
-    prompts, _, _ = batch.make_lora_inputs(np.array([4, 4, 4]), np.array([1, 1, 1]))
-
-    assert prompts == (3, 0, 7), "each of the three rows samples one token"
+    told = f"adapters {adapter_ids} compute {scheduled} tokens and sample {sampled}"
+    assert tokens == expected[1], f"{told}: whose the tokens are"
+    assert prompts == expected[0], f"{told}: whose the sampled rows are"
+    assert loras == {lora(a) for a in expected[2]}, f"{told}: who must be in a slot"
 
 
 @lab
@@ -48,24 +52,6 @@ def test_a_row_that_does_not_sample_is_in_no_prompt_mapping():
 
 
 @lab
-def test_a_row_that_samples_more_than_once_counts_as_often():
-    batch = batch_of(3, 4)
-
-    prompts, _, _ = batch.make_lora_inputs(np.array([3, 3]), np.array([3, 1]))
-
-    assert prompts == (3, 3, 3, 4), "adapter 3 samples three tokens, adapter 4 one"
-
-
-@lab
-def test_base_rows_are_0_and_bring_no_adapter():
-    batch = batch_of(0, 0)
-
-    prompts, tokens, loras = batch.make_lora_inputs(np.array([2, 1]), np.array([1, 1]))
-
-    assert (prompts, tokens, loras) == ((0, 0), (0, 0, 0), set())
-
-
-@lab
 def test_the_adapter_of_a_row_without_tokens_must_stay_too():
     batch = batch_of(2, 9, 0)
 
@@ -73,15 +59,6 @@ def test_the_adapter_of_a_row_without_tokens_must_stay_too():
 
     assert loras == {lora(2), lora(9)}, "adapter 9 has no tokens in this step, but its request runs"
     assert (prompts, tokens) == ((2, 0), (2, 0))
-
-
-@lab
-def test_an_adapter_of_many_rows_is_asked_for_once():
-    batch = batch_of(4, 4, 4)
-
-    _, _, loras = batch.make_lora_inputs(np.array([1, 1, 1]), np.array([1, 1, 1]))
-
-    assert loras == {lora(4)}
 
 
 @lab
@@ -150,7 +127,7 @@ def test_rows_are_ordered_by_adapter_with_base_first_so_that_a_run_is_an_adapter
 
 
 @lab
-def test_every_row_keeps_its_own_tokens():
+def test_every_row_keeps_its_own_tokens_and_samples_only_if_they_reach_the_end():
     requests = [make_request(f"of {a}", [1] * 9, lora(a) if a else None) for a in (7, 0, 3)]
     steps = dict(zip(["of 7", "of 0", "of 3"], [9, 2, 1]))
 
@@ -158,17 +135,8 @@ def test_every_row_keeps_its_own_tokens():
 
     assert dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist())) == steps
     assert dict(zip(batch.req_ids, batch.num_sampled_tokens.tolist())) == {"of 7": 1, "of 0": 0, "of 3": 0}
-
-
-@lab
-def test_running_requests_without_tokens_are_rows_with_none():
-    busy, idle = make_request("busy", [1, 2, 3], lora(2)), make_request("idle", [1, 2, 3], lora(1))
-
-    batch = InputBatch.from_scheduler_output(make_output((busy, 3), idle=[idle]))
-
-    assert batch.req_ids == ["idle", "busy"]
-    assert batch.num_scheduled_tokens.tolist() == [0, 3]
-    assert batch.num_sampled_tokens.tolist() == [0, 1]
+    dtypes = batch.num_scheduled_tokens.dtype, batch.num_sampled_tokens.dtype
+    assert dtypes == (np.int64, np.int64), "counts are whole numbers, who samples is not true and false"
 
 
 @lab
@@ -180,6 +148,8 @@ def test_a_running_request_without_tokens_is_a_row_although_its_adapter_has_anot
 
     rows = dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist()))
     assert rows == {"base": 1, "idle base": 0, "busy": 3, "idle": 0}, "request -> its tokens in this step"
+    samples = dict(zip(batch.req_ids, batch.num_sampled_tokens.tolist()))
+    assert samples == {"base": 0, "idle base": 0, "busy": 1, "idle": 0}, "request -> its samples in this step"
 
 
 @lab
@@ -195,15 +165,6 @@ def test_rows_of_one_adapter_without_tokens_keep_their_place_behind_those_with_s
 
 
 @lab
-def test_a_row_samples_only_if_its_tokens_reach_the_end():
-    part, whole = make_request("part", [1, 2, 3, 4]), make_request("whole", [1, 2, 3, 4])
-
-    batch = InputBatch.from_scheduler_output(make_output((part, 3), (whole, 4)))
-
-    assert batch.num_sampled_tokens.tolist() == [0, 1]
-
-
-@lab
 def test_the_schedulers_own_lists_stay_as_they_are():
     busy, idle = make_request("busy", [1, 2], lora(4)), make_request("idle", [1], lora(2))
     output = make_output((busy, 2), idle=[idle])
@@ -212,12 +173,3 @@ def test_the_schedulers_own_lists_stay_as_they_are():
 
     assert [entry.request for entry in output.scheduled] == [busy], "who has tokens in this step"
     assert output.running == [busy, idle]
-
-
-@lab
-def test_counts_are_whole_numbers():
-    """Who samples is said as true and false; what is counted with is 1 and 0."""
-    batch = InputBatch.from_scheduler_output(make_output((make_request("r", [1, 2], lora(4)), 2)))
-
-    counts = batch.num_scheduled_tokens, batch.num_sampled_tokens
-    assert [(count.tolist(), count.dtype) for count in counts] == [([2], np.int64), ([1], np.int64)]

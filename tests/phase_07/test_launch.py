@@ -130,10 +130,12 @@ def what_the_model_got(output):
     return runner.model
 
 
-def test_every_row_brings_the_tokens_that_are_not_computed(mixed):
+def test_every_row_brings_the_tokens_that_are_not_computed_and_goes_on_where_it_stopped(mixed):
     model = what_the_model_got(mixed)
 
     assert_rows_equal(model.input_ids, [1, 2, 3, 12, 13, 14, 24], labels=OWNERS, what="input_ids")
+    assert_rows_equal(model.positions, [0, 1, 2, 2, 3, 4, 4], labels=OWNERS, what="positions")
+    assert (model.input_ids.dtype, model.positions.dtype) == (torch.int64, torch.int64), "both are indices"
 
 
 def test_who_comes_back_brings_prompt_and_answer_in_one_chunk():
@@ -152,12 +154,6 @@ def test_the_pass_advances_no_request(mixed):
 
     computed = {entry.request.request_id: entry.request.num_computed_tokens for entry in mixed.scheduled}
     assert computed == {"decode": 4, "chunk": 2, "prompt": 0}, "`num_computed_tokens` as before the pass"
-
-
-def test_positions_go_on_where_the_request_stopped(mixed):
-    model = what_the_model_got(mixed)
-
-    assert_rows_equal(model.positions, [0, 1, 2, 2, 3, 4, 4], labels=OWNERS, what="positions")
 
 
 def test_attention_sees_the_whole_context_of_each_row(mixed):
@@ -204,22 +200,6 @@ def test_no_logits_are_computed_when_nobody_samples():
 
     assert (step.requests, step.logits) == ([], None)
     assert runner.log == ["adapters", "forward"], "the chunk fills the cache all the same"
-
-
-def test_logits_are_computed_for_the_rows_that_sample_and_no_other(mixed):
-    """Of all rows they cost V numbers a token; and an adapter of the head knows sampled rows only."""
-    runner = Runner()
-
-    runner.launch_model(mixed)
-
-    asked = [entry for entry in runner.log if entry.startswith("logits")]
-    assert asked == ["logits of 2"], "7 tokens of 3 rows, of which prompt and decode sample"
-
-
-def test_what_the_model_is_given_are_indices(mixed):
-    model = what_the_model_got(mixed)
-
-    assert (model.input_ids.dtype, model.positions.dtype) == (torch.int64, torch.int64)
 
 
 def test_prompts_are_scored_by_the_hidden_states_of_all_rows(mixed, monkeypatch):

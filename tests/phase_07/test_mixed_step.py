@@ -100,16 +100,6 @@ def test_prompts_chunks_and_decodes_share_a_step(world, steps):
 
 
 @lab
-def test_only_rows_that_reach_their_end_are_sampled(steps):
-    steps.add("whole", "qv", token_ids(4, 1))
-    steps.add("part", "qv", token_ids(8, 2))
-
-    sampled = steps.run(whole=4, part=5)
-
-    assert sampled.keys() == {"whole"}
-
-
-@lab
 def test_a_step_that_samples_nothing_still_fills_the_cache(world, steps):
     prompt = token_ids(10, 4)
     steps.add("a", "all", prompt)

@@ -118,8 +118,12 @@ def test_a_batch_without_adapters_tells_the_manager_so(runner):
     assert mapping.index_mapping == (0, 0)
 
 
-def assert_says_how_to_switch_it_on(runner, batch):
-    __tracebackhide__ = True
+@lab
+@pytest.mark.parametrize("lora_request", [lora(1), None], ids=["an adapter", "base rows"])
+def test_an_engine_without_lora_says_how_to_switch_it_on(tmp_path, lora_request):
+    runner = SmallWorld(tmp_path).engine(enable_lora=False).runner
+    batch = batch_of([(make_request("a", [1, 2], lora_request), 2)])
+
     with pytest.raises(RuntimeError, match="enable_lora=True"):
         try:
             runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
@@ -128,22 +132,6 @@ def assert_says_how_to_switch_it_on(runner, batch):
                 f"LoRA is off, so there is no worker manager, and `_manager` says so; instead: {error}"
             )
         pytest.fail("LoRA is off: a RuntimeError was expected, and nothing was raised")
-
-
-@lab
-def test_an_engine_without_lora_says_how_to_switch_it_on(tmp_path):
-    runner = SmallWorld(tmp_path).engine(enable_lora=False).runner
-    batch = batch_of([(make_request("a", [1, 2], lora(1)), 2)])
-
-    assert_says_how_to_switch_it_on(runner, batch)
-
-
-@lab
-def test_an_engine_without_lora_says_so_for_base_rows_as_well(tmp_path):
-    runner = SmallWorld(tmp_path).engine(enable_lora=False).runner
-    batch = batch_of([(make_request("a", [1, 2]), 2)])
-
-    assert_says_how_to_switch_it_on(runner, batch)
 
 
 class TestWithAModel:
