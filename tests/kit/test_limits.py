@@ -85,9 +85,7 @@ def test_what_leaves_a_test_has_failed_it_where_it_left(tmp_path):
 def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path, bodies):
     paths, line = answers(tmp_path, bodies)
 
-    for path, body, (results, trouble, passed) in zip(
-        paths, bodies, run(paths, limit=2, settings={"GRACE": 1}), strict=True
-    ):
+    for path, body, (results, trouble, passed) in zip(paths, bodies, run(paths, limit=2), strict=True):
         said = f"no end after 2 s of {bodies[body]}"
         place = f"{os.path.relpath(path, ROOT)}:{line + 2 * (body == STUBBORN)}"
         assert (results, trouble, passed) == ([("test_it", "failed", said, place)], None, False)
