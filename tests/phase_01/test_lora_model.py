@@ -221,13 +221,6 @@ def test_what_would_be_served_wrongly_is_refused_by_name(changes, named, options
 
 
 @pytest.mark.lab("1.6")
-def test_pefts_copies_of_base_embeddings_are_left_out():
-    tensors = {**good_tensors(), f"{PREFIX}model.embed_tokens.base_layer.weight": torch.ones(97, 6)}
-
-    assert_modules(from_tensors(tensors), WIDTHS.keys())
-
-
-@pytest.mark.lab("1.6")
 @pytest.mark.parametrize("shape", [(RANK, 97), (RANK, 96)])
 def test_an_embeddings_a_has_the_width_of_the_vocabulary(shape):
     name = f"{PREFIX}model.embed_tokens"
@@ -240,17 +233,25 @@ def test_an_embeddings_a_has_the_width_of_the_vocabulary(shape):
 
 
 @pytest.mark.lab("1.6")
-def test_modules_under_skipped_prefixes_are_left_out_whatever_they_hold():
-    """Such as the layers of speculative heads that the engine does not run."""
-    tensors = {
-        f"{PREFIX}mtp.layers.0.q_proj.lora_A.weight": torch.ones(2, 2),
-        **good_tensors(),
-        "mtp.norm.weight": torch.ones(2),
-    }
-
-    lora = from_tensors(tensors, skip_prefixes=["mtp."])
-
-    assert_modules(lora, WIDTHS.keys())
+@pytest.mark.parametrize(
+    ("others", "skip_prefixes"),
+    [
+        pytest.param(
+            {f"{PREFIX}model.embed_tokens.base_layer.weight": torch.ones(97, 6)}, None, id="base embeddings"
+        ),
+        # Such as the layers of speculative heads that the engine does not run.
+        pytest.param(
+            {
+                f"{PREFIX}mtp.layers.0.q_proj.lora_A.weight": torch.ones(2, 2),
+                "mtp.norm.weight": torch.ones(2),
+            },
+            ["mtp."],
+            id="what is under skipped prefixes, whatever it holds",
+        ),
+    ],
+)
+def test_is_left_out(others, skip_prefixes):
+    assert_modules(from_tensors({**others, **good_tensors()}, skip_prefixes=skip_prefixes), WIDTHS.keys())
 
 
 @pytest.mark.lab("1.6")
@@ -309,19 +310,13 @@ def test_shapes_alone_are_neither_judged_nor_converted(device):
 
 
 @pytest.mark.lab("1.6")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_weights_come_in_the_dtype_asked_for(dtype):
-    lora = from_tensors(good_tensors(torch.float32), dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, None])
+def test_weights_come_in_the_dtype_asked_for_or_keep_their_own(dtype):
+    stored = torch.float32 if dtype else torch.float16
 
-    assert {lora.loras[m].lora_a.dtype for m in WIDTHS} == {dtype}
-    assert {lora.loras[m].lora_b.dtype for m in WIDTHS} == {dtype}
+    lora = from_tensors(good_tensors(stored), dtype=dtype)
 
-
-@pytest.mark.lab("1.6")
-def test_weights_keep_their_dtype_where_none_is_asked_for():
-    lora = from_tensors(good_tensors(torch.float16), dtype=None)
-
-    assert {t.dtype for m in WIDTHS for t in lora.loras[m].tensors} == {torch.float16}
+    assert {tensor.dtype for m in WIDTHS for tensor in lora.loras[m].tensors} == {dtype or stored}
 
 
 def test_an_adapter_is_looked_up_by_module():

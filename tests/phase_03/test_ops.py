@@ -112,10 +112,15 @@ def slot_weights(generator, slots, rows, columns, used, dtype):
     return weights, choose(generator, [weights, weights.unsqueeze(1)])
 
 
+def cases_of(dtypes):
+    """Five of the cases; three dtypes that follow each other have all of them."""
+    return CASES[list(DTYPES).index(dtypes) % 3 :: 3]
+
+
 @pytest.mark.parametrize("dtypes", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize(("op", "meta"), SHRINKS)
 def test_shrink_writes_the_sums_of_adapter_rows_and_nothing_else(op, meta, dtypes):
-    for seed in CASES:
+    for seed in cases_of(dtypes):
         generator = torch.Generator().manual_seed(seed)
         tokens, width, rank, slots = (choose(generator, SIZES) for _ in range(4))
         token_slots = random_slots(generator, tokens, slots)
@@ -134,7 +139,7 @@ def test_shrink_writes_the_sums_of_adapter_rows_and_nothing_else(op, meta, dtype
 @pytest.mark.parametrize("dtypes", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize(("op", "meta"), SLICE_EXPANDS)
 def test_expand_writes_one_slice_of_adapter_rows_and_nothing_else(op, meta, dtypes):
-    for seed in CASES:
+    for seed in cases_of(dtypes):
         generator = torch.Generator().manual_seed(seed)
         tokens, rank, size, slots = (choose(generator, SIZES) for _ in range(4))
         token_slots = random_slots(generator, tokens, slots)

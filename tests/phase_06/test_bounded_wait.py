@@ -31,17 +31,50 @@ def test_a_step_that_begins_moves_no_clock():
     )
 
 
+# In the order of the queue the adapters that wait; slots, who runs, who is pinned, and the clocks; then who makes
+# way, and who has a slot or one kept.
+RULES = {
+    "not due the moment it is passed over": ([2], 1, [1], [], {2: 0}, {1: 9}, [], {1}),
+    "not due a step before the bound": ([2], 1, [1], [], {2: 2}, {1: 9}, [], {1}),
+    "due at the bound": ([2], 1, [1], [], {2: 3}, {1: 9}, [1], {2}),
+    "due after the bound": ([2], 1, [1], [], {2: 4}, {1: 9}, [1], {2}),
+    "who has just got its slot keeps it": ([2], 1, [1], [], {2: 9}, {1: 0}, [], {1}),
+    "it keeps it for a turn": ([2], 1, [1], [], {2: 9}, {1: 2}, [], {1}),
+    "it makes way after a turn": ([2], 1, [1], [], {2: 9}, {1: 3}, [1], {2}),
+    "a free slot is kept, and costs nobody one": ([2], 2, [1], [], {2: 9}, {1: 9}, [], {1, 2}),
+    "two that are due need two slots": (
+        [3, 4],
+        2,
+        [1, 2],
+        [],
+        {3: 9, 4: 9},
+        {1: 8, 2: 9},
+        [2, 1],
+        {3, 4},
+    ),
+    "the longest wait comes first": ([2, 3, 4], 1, [1], [], {2: 4, 3: 6, 4: 5}, {1: 9}, [1], {3}),
+    "never passed over, never due": ([2], 1, [1], [], {}, {1: 9}, [], {1}),
+    "due twice in the queue, it takes one": ([3, 3], 2, [1, 2], [], {3: 9}, {1: 9, 2: 9}, [1], {2, 3}),
+    "due, and pinned: it has a slot already": ([2], 2, [1], [2], {2: 9}, {1: 9}, [], {1, 2}),
+    "nobody makes way for base": ([0, 0], 1, [1], [], {}, {1: 9}, [], {1}),
+    "a pin takes its slot at once": ([], 1, [1], [2], {}, {1: 0}, [1], {2}),
+    "whoever had it for how long": ([], 1, [1], [2], {}, {1: 9}, [1], {2}),
+    "two pins take two": ([], 2, [1, 2], [3, 4], {}, {1: 5}, [1, 2], {3, 4}),
+    "a pin where there is room costs nobody one": ([], 2, [1], [2], {}, {1: 9}, [], {1, 2}),
+}
+
+
 class TestMakeRoom:
     """The rule itself, on clocks set by hand: `waited` and `held`, in steps; max_wait_steps is 3."""
 
-    def make_room(self, *waiting, max_loras=1, running=(), pinned=(), waited=(), held=()):
+    def make_room(self, waiting, max_loras, running, pinned, waited, held):
         """waiting: the adapter of each request in the queue; waited: adapter -> steps since it was passed over"""
         queue = WaitingQueue()
         for arrival, adapter_id in enumerate(waiting):
             request = Request(f"r{arrival}", [1], SamplingParams(), lora(adapter_id))
             request.arrival_order = arrival
             queue.add(request)
-        for adapter_id, steps in dict(waited).items():
+        for adapter_id, steps in waited.items():
             queue.step = 100 - steps
             queue.pass_over(adapter_id)
         queue.step = 100
@@ -50,37 +83,15 @@ class TestMakeRoom:
         admission.begin_step(running, pinned)
         return admission, admission.make_room(queue.longest_wait_first())
 
-    @pytest.mark.parametrize(("waited", "evicted"), [(0, []), (2, []), (3, [1]), (4, [1])])
-    def test_an_adapter_takes_a_slot_once_it_has_waited_for_the_bound(self, waited, evicted):
-        admission, made_way = self.make_room(2, running=[1], waited={2: waited}, held={1: 9})
+    @pytest.mark.parametrize("case", RULES)
+    def test_makes_way(self, case):
+        waiting, max_loras, running, pinned, waited, held, evicted, taken = RULES[case]
 
-        assert made_way == evicted, f"adapter 2 has waited {waited} steps, and is due after 3"
-        assert admission.taken == ({2} if evicted else {1}), "the slot is kept for who is due"
+        admission, made_way = self.make_room(waiting, max_loras, running, pinned, waited, held)
 
-    @pytest.mark.parametrize(("held", "evicted"), [(0, []), (2, []), (3, [1])])
-    def test_an_adapter_makes_way_once_it_has_had_its_slot_for_a_turn(self, held, evicted):
-        _, made_way = self.make_room(2, running=[1], waited={2: 9}, held={1: held})
-
-        assert made_way == evicted, f"adapter 1 has had its slot for {held} steps, and a turn is 3"
-
-    def test_a_free_slot_costs_nobody_a_slot(self):
-        admission, made_way = self.make_room(2, max_loras=2, running=[1], waited={2: 9}, held={1: 9})
-
-        assert made_way == [], "one of the two slots is free"
-        assert admission.taken == {1, 2}, "the free slot is kept for adapter 2"
-
-    def test_two_that_are_due_do_not_count_on_the_same_slot(self):
-        admission, made_way = self.make_room(
-            3, 4, max_loras=2, running=[1, 2], waited={3: 9, 4: 9}, held={1: 8, 2: 9}
-        )
-
-        assert made_way == [2, 1], "each of those who are due needs a slot of its own"
-        assert admission.taken == {3, 4}
-
-    def test_the_longest_wait_comes_first(self):
-        admission, made_way = self.make_room(2, 3, 4, running=[1], waited={2: 4, 3: 6, 4: 5}, held={1: 9})
-
-        assert (made_way, admission.taken) == ([1], {3}), "adapter 3 has waited longest"
+        told = f"{running} run, for {held} steps, {pinned} are pinned; {waiting} wait, for {waited}; {max_loras} slots"
+        assert made_way == evicted, f"{told}: who makes way"
+        assert admission.taken == taken, f"{told}: who has a slot, or one that is kept for it"
 
     def test_nobody_behind_the_first_who_is_not_due_is_looked_at(self):
         """Thousands may wait, and none of them costs a step anything."""
@@ -90,49 +101,6 @@ class TestMakeRoom:
         admission.make_room(looked_at.append(a) or a for a in range(2, 5000))
 
         assert looked_at == [2], "adapter 2 is not due, and those behind it have waited less"
-
-    def test_a_request_that_was_never_passed_over_is_not_due(self):
-        _, made_way = self.make_room(2, running=[1], held={1: 9})
-
-        assert made_way == []
-
-    def test_an_adapter_that_is_due_twice_in_the_queue_takes_one_slot(self):
-        _, made_way = self.make_room(3, 3, max_loras=2, running=[1, 2], waited={3: 9}, held={1: 9, 2: 9})
-
-        assert made_way == [1]
-
-    def test_an_adapter_that_is_due_and_has_a_slot_takes_no_other(self):
-        admission, made_way = self.make_room(
-            2, max_loras=2, running=[1], pinned=[2], waited={2: 9}, held={1: 9}
-        )
-
-        assert made_way == [], "adapter 2 is pinned: it has a slot already"
-        assert admission.taken == {1, 2}
-
-    def test_nobody_makes_way_for_base(self):
-        _, made_way = self.make_room(0, 0, running=[1], held={1: 9})
-
-        assert made_way == []
-
-    @pytest.mark.parametrize("held", [0, 9])
-    def test_a_pin_takes_its_slot_at_once(self, held):
-        admission, made_way = self.make_room(running=[1], pinned=[2], held={1: held})
-
-        assert made_way == [1], (
-            f"adapter 2 is pinned, and there is one slot; adapter 1 has had it for {held} steps"
-        )
-        assert admission.taken == {2}
-
-    def test_two_pins_take_two_slots_at_once(self):
-        admission, made_way = self.make_room(max_loras=2, running=[1, 2], pinned=[3, 4], held={1: 5})
-
-        assert made_way == [1, 2], "3 and 4 are pinned, so neither 1 nor 2 has a slot any more"
-        assert admission.taken == {3, 4}
-
-    def test_a_pin_where_there_is_room_costs_nobody_a_slot(self):
-        _, made_way = self.make_room(max_loras=2, running=[1], pinned=[2], held={1: 9})
-
-        assert made_way == []
 
 
 def keep_busy(world, *adapter_ids, max_tokens=3):
@@ -177,39 +145,25 @@ def test_a_waiter_is_served_after_the_bound_when_the_others_never_end():
     assert waited == 5
 
 
-def test_the_adapter_with_the_fewest_running_requests_makes_way():
-    world = World(max_loras=2, max_lora_wait_steps=4)
-    world.add_all(1, 2, 1, 1, 2, max_tokens=50)
+@pytest.mark.parametrize(
+    ("running", "max_loras", "pinned", "makes_way"),
+    [
+        pytest.param([1, 2, 1, 1, 2], 2, set(), 2, id="the one with the fewest running requests"),
+        pytest.param([1, 1, 1, 2], 2, {2}, 1, id="never a pinned one"),
+        pytest.param([0, 1, 1], 1, set(), 1, id="never base"),
+    ],
+)
+def test_once_somebody_is_due_makes_way(running, max_loras, pinned, makes_way):
+    world = World(max_loras=max_loras, max_lora_wait_steps=4)
+    world.pinned = pinned
+    requests = world.add_all(*running, max_tokens=50)
     waiter = world.add(3)
 
     outputs = [world.step() for _ in range(6)]
 
-    assert [o.preempted_adapters for o in outputs] == [[], [], [], [], [2], []]
-    assert waiter in outputs[4].running
-
-
-def test_a_pinned_adapter_never_makes_way():
-    world = World(max_loras=2, max_lora_wait_steps=4)
-    world.pinned = {2}
-    world.add_all(1, 1, 1, 2, max_tokens=50)
-    waiter = world.add(3)
-
-    outputs = [world.step() for _ in range(5)]
-
-    assert outputs[-1].preempted_adapters == [1]
-    assert waiter in outputs[-1].running
-
-
-def test_base_requests_never_make_way():
-    world = World(max_loras=1, max_lora_wait_steps=4)
-    base = world.add(0, max_tokens=50)
-    world.add_all(1, 1, max_tokens=50)
-    world.add(2)
-
-    outputs = [world.step() for _ in range(5)]
-
-    assert outputs[-1].preempted_adapters == [1]
-    assert base in outputs[-1].running
+    assert [o.preempted_adapters for o in outputs] == [[], [], [], [], [makes_way], []]
+    stay = [request for request in requests if request.adapter_id != makes_way]
+    assert {waiter, *stay} == set(outputs[4].running)
 
 
 def test_newcomers_of_the_adapter_that_made_way_do_not_overtake_the_waiter():

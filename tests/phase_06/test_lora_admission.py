@@ -112,13 +112,31 @@ def test_before_the_first_step_nobody_has_a_slot():
     assert [slots.never_fits(adapter_id) for adapter_id in (0, 1)] == [False, False]
 
 
-def test_counting_sees_every_running_adapter_and_every_pin():
-    slots = slots_with(4, running=[0, 5, 0, 2, 5], pinned=[7, 2])
+# Slots, who runs and who is pinned when a step begins, who joins (+) and makes way (-) in it; then who has a slot, and
+# of whom how many requests run that may make way.
+COUNTED = {
+    "every running adapter and every pin": (4, [0, 5, 0, 2, 5], [7, 2], "", {2, 5, 7}, {5: 2}),
+    "who joins, though base takes no slot": (2, [5], [], "+0 +7", {5, 7}, {5: 1}),
+    "another request of who runs, before the next step": (2, [5], [], "+5", {5}, {5: 1}),
+    "who makes way has no slot and no requests": (2, [5, 6, 5], [6], "+5 -5", {6}, {}),
+    "the slot of who makes way is taken in the same step": (1, [5], [], "-5 +8", {8}, {}),
+    "pins that come in under running requests": (2, [1, 2], [3, 4], "", {1, 2, 3, 4}, {1: 1, 2: 1}),
+    "those make way for pins": (2, [1, 2], [3, 4], "-1 -2", {3, 4}, {}),
+}
 
-    assert set(slots.holders()) == {2, 5, 7}
-    assert dict(slots.evictable()) == {5: 2}, (
-        "two requests of 5 run; 2 is pinned, 7 does not run, base has none"
-    )
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_who_has_a_slot(case):
+    max_loras, running, pinned, calls, holders, evictable = COUNTED[case]
+    slots = slots_with(max_loras, running, pinned)
+
+    for call in calls.split():
+        (slots.take if call[0] == "+" else slots.lose)(int(call[1:]))
+
+    assert set(slots.holders()) == holders, "who has a slot"
+    assert dict(slots.evictable()) == evictable, "how many requests run, of adapters that are not pinned"
+    fits = {adapter_id for adapter_id in range(9) if slots.fits(adapter_id)}
+    assert fits == (set(range(9)) if len(holders) < max_loras else {0, *holders}), "who may have a slot"
 
 
 def test_a_step_may_be_given_what_can_be_read_once():
@@ -127,25 +145,6 @@ def test_a_step_may_be_given_what_can_be_read_once():
     slots.begin_step(running=iter([4, 0, 4]), pinned=iter([6]))
 
     assert (set(slots.holders()), dict(slots.evictable())) == ({4, 6}, {4: 2})
-
-
-def test_who_joins_has_a_slot_from_then_on():
-    slots = slots_with(2, running=[5])
-
-    slots.take(0)
-    slots.take(7)
-
-    assert set(slots.holders()) == {5, 7}, "7 has joined; base takes no slot"
-    assert dict(slots.evictable()) == {5: 1}, "7 is about to run: that is counted when the next step begins"
-    assert (slots.fits(8), slots.fits(7), slots.fits(0)) == (False, True, True)
-
-
-def test_another_request_of_an_adapter_that_runs_is_not_counted_before_the_next_step():
-    slots = slots_with(2, running=[5])
-
-    slots.take(5)
-
-    assert (set(slots.holders()), dict(slots.evictable())) == ({5}, {5: 1})
 
 
 def test_asking_takes_nothing():
@@ -179,38 +178,6 @@ def test_what_is_told_can_be_changed_and_changes_nothing():
     assert set(slots.holders()) == {6}
 
 
-def test_who_makes_way_has_no_slot_and_no_requests_any_more():
-    slots = slots_with(2, running=[5, 6, 5], pinned=[6])
-    slots.take(5)
-
-    slots.lose(5)
-
-    assert (set(slots.holders()), dict(slots.evictable())) == ({6}, {})
-    assert slots.fits(8), "the slot of 5 is free"
-    assert slots.fits(5), "and 5 may have it again"
-
-
-def test_the_slot_of_who_makes_way_can_be_taken_in_the_same_step():
-    slots = slots_with(1, running=[5])
-    slots.lose(5)
-
-    slots.take(8)
-
-    assert set(slots.holders()) == {8}
-    assert not slots.fits(5)
-
-
-def test_pins_that_come_in_under_running_requests_leave_more_holders_than_slots():
-    slots = slots_with(2, running=[1, 2], pinned=[3, 4])
-
-    assert set(slots.holders()) == {1, 2, 3, 4}
-    assert dict(slots.evictable()) == {1: 1, 2: 1}
-    assert not slots.fits(5)
-    slots.lose(1)
-    slots.lose(2)
-    assert (set(slots.holders()), slots.fits(1)) == ({3, 4}, False)
-
-
 def test_the_count_starts_afresh_at_every_step():
     slots = slots_with(1, running=[3])
     slots.take(3)
@@ -219,13 +186,6 @@ def test_the_count_starts_afresh_at_every_step():
 
     assert slots.fits(4), "no request of adapter 3 runs any more, and still it has the only slot"
     assert dict(slots.evictable()) == {}
-
-
-def test_a_request_that_must_wait_for_others_to_end_is_not_refused():
-    slots = slots_with(2, running=[1, 2], pinned=[1])
-
-    assert not slots.fits(3)
-    assert not slots.never_fits(3), "adapter 2 is not pinned: its slot comes free when its requests end"
 
 
 def test_what_lasts_does_not_change_with_who_joins():

@@ -34,18 +34,12 @@ def computed(cache, prompt, lora_request):
     return request
 
 
-def test_a_prompt_seen_before_is_found_in_full_blocks():
+@pytest.mark.parametrize("adapter_id", [0, 1])
+def test_a_prompt_seen_before_is_found_in_full_blocks_by_the_same_adapter(adapter_id):
     world = World(block_size=4)
 
-    assert hit(world, 0) == 0
-    assert hit(world, 0) == 8, "10 tokens in blocks of 4: two blocks are full"
-
-
-def test_the_same_prompt_is_found_by_the_same_adapter():
-    world = World(block_size=4)
-
-    assert hit(world, 1) == 0
-    assert hit(world, 1) == 8, "the first request brought the adapter and left two full blocks"
+    assert hit(world, adapter_id) == 0
+    assert hit(world, adapter_id) == 8, "10 tokens in blocks of 4: the first request left two full blocks"
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 2)])
@@ -143,12 +137,6 @@ def test_keys_differ_whenever_identity_parent_or_tokens_do():
     assert distinct == 6 * 30 * 4, f"{6 * 30 * 4} blocks that differ have {distinct} keys"
 
 
-def test_the_first_blocks_numbers_do_not_pass_for_a_parent_and_a_shorter_block():
-    parent = array("q", [7, 40]).tobytes()
-
-    assert hash_block_tokens(None, [40, 2, 50], 7) != hash_block_tokens(parent, [50], 2)
-
-
 def test_every_byte_of_the_parent_counts():
     """The parent stands for all tokens before the block; of part of a digest two are soon alike."""
     parent = bytes(range(100, 116))
@@ -158,13 +146,6 @@ def test_every_byte_of_the_parent_counts():
 
     same = [i for i, key in enumerate(keys) if key == hash_block_tokens(parent, [5, 6], 1)]
     assert same == [], f"a parent that differs in one of bytes {same} has the same key"
-
-
-def test_numbers_of_several_digits_do_not_run_together():
-    one, two = [1, 23], [12, 3]
-
-    assert hash_block_tokens(None, one, 5) != hash_block_tokens(None, two, 5), f"tokens {one} and {two}"
-    assert hash_block_tokens(None, [2], 11) != hash_block_tokens(None, [12], 1), "identities 11 and 1"
 
 
 def test_blocks_behind_one_that_is_gone_are_not_found():
@@ -213,14 +194,25 @@ def test_a_request_that_comes_back_finds_its_answer_as_well_as_its_prompt():
     assert found == computed_blocks, f"{request.num_tokens} tokens, of which 11 were computed"
 
 
-def test_equal_blocks_have_equal_keys():
-    assert hash_block_tokens(None, [5, 6], 3) == hash_block_tokens(None, (5, 6), 3)
+SEVEN_FORTY = array("q", [7, 40]).tobytes()
 
 
-def test_a_key_is_a_digest_that_does_not_collide_like_pythons_hash():
-    """hash(-1) == hash(-2) in Python; a tenant who can choose tokens must not find another's blocks."""
-    assert hash_block_tokens(None, [-1], 0) != hash_block_tokens(None, [-2], 0), "tokens -1 and -2"
-    assert len(hash_block_tokens(None, [1], 0)) == 16
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # hash(-1) == hash(-2) in Python; a tenant who can choose tokens must not find another's blocks.
+        pytest.param((None, [-1], 0), (None, [-2], 0), id="tokens -1 and -2"),
+        pytest.param((None, [1, 23], 5), (None, [12, 3], 5), id="tokens 1 23 and 12 3"),
+        pytest.param((None, [2], 11), (None, [12], 1), id="identities 11 and 1, and the tokens behind them"),
+        pytest.param((None, [40, 2, 50], 7), (SEVEN_FORTY, [50], 2), id="numbers as a parent"),
+    ],
+)
+def test_keys_are_digests_in_which_nothing_runs_together(one, other):
+    assert hash_block_tokens(*one) != hash_block_tokens(*other), f"{one} and {other} have one key"
+    assert hash_block_tokens(*one) == hash_block_tokens(one[0], tuple(one[1]), one[2]), (
+        "equal blocks, other keys"
+    )
+    assert len(hash_block_tokens(*one)) == 16
 
 
 def test_many_tenants_with_the_same_prompts_each_find_their_own():

@@ -69,15 +69,26 @@ def world():
 
 
 class TestWhoWasServedLeast:
-    def test_goes_first_and_pays_for_its_prompt(self, world):
-        for adapter_id, prompt in ((1, 30), (1, 5), (2, 10), (2, 10), (3, 25)):
+    @pytest.mark.parametrize(
+        ("came", "joined", "counters"),
+        [
+            # All begin at 0; then 1 has 30, 2 has 10 and 3 has 25. So 2 comes again, and with 20 it is before 3.
+            ([(1, 30), (1, 5), (2, 10), (2, 10), (3, 25)], [1, 2, 3, 2, 1], {1: 35, 2: 20, 3: 25}),
+            # Of counters that are alike the smaller id.
+            ([(9, 1), (3, 1), (6, 1)], [3, 6, 9], {3: 1, 6: 1, 9: 1}),
+            # Base is an adapter, too.
+            ([(0, 50), (5, 3), (0, 1)], [0, 5, 0], {0: 51, 5: 3}),
+        ],
+        ids=["by what it had", "alike", "base"],
+    )
+    def test_goes_first_and_pays_for_its_prompt(self, world, came, joined, counters):
+        for adapter_id, prompt in came:
             world.come(adapter_id, prompt)
 
-        _, joined = world.step(places=5)
+        _, found = world.step(places=len(came))
 
-        # All begin at 0; then 1 has 30, 2 has 10 and 3 has 25. So 2 comes again, and with 20 it is still before 3.
-        assert [request.adapter_id for request in joined] == [1, 2, 3, 2, 1]
-        assert world.counters == {1: 35, 2: 20, 3: 25}
+        assert [request.adapter_id for request in found] == joined
+        assert world.counters == counters
 
     def test_is_asked_for_its_oldest_request_alone_when_that_may_not_join(self, world):
         first, _, other = world.come(4), world.come(4), world.come(7)
@@ -131,40 +142,18 @@ class TestWhoWasServedLeast:
 
         assert world.counters == {1: 14}
 
-    def test_has_the_smaller_id_where_counters_are_alike(self, world):
-        for adapter_id in (9, 3, 6):
-            world.come(adapter_id)
-
-        assert [request.adapter_id for request in world.step(places=3)[1]] == [3, 6, 9]
-
-    def test_base_is_an_adapter_too(self, world):
-        world.come(0, 50)
-        world.come(5, 3)
-        world.come(0, 1)
-
-        assert [request.adapter_id for request in world.step(places=3)[1]] == [0, 5, 0]
-
 
 class TestWhoComesAfterAPause:
-    def test_begins_at_the_least_of_those_that_wait(self, world):
-        world.policy.counters = {1: 40, 2: 70, 3: 5}
+    @pytest.mark.parametrize(("before", "after"), [(5, 40), (90, 90)], ids=["lifted", "loses nothing"])
+    def test_begins_at_the_least_of_those_that_wait(self, world, before, after):
+        world.policy.counters = {1: 40, 2: 70, 3: before}
         world.come(1), world.come(2)
         world.step()
 
         world.come(3)
         world.step()
 
-        assert world.counters == {1: 40, 2: 70, 3: 40}
-
-    def test_loses_nothing_of_what_it_was_served(self, world):
-        world.policy.counters = {1: 40, 3: 90}
-        world.come(1)
-        world.step()
-
-        world.come(3)
-        world.step()
-
-        assert world.counters == {1: 40, 3: 90}
+        assert world.counters == {1: 40, 2: 70, 3: after}
 
     def test_and_finds_nobody_begins_where_the_last_one_went(self, world):
         world.policy.counters = {1: 100, 2: 30}

@@ -44,14 +44,13 @@ TOKENS = list(range(20, 40))
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 5, 7, 8, 11, 12, 15, 16, 17, sys.maxsize])
-def test_each_token_of_a_block_is_the_base_models_before_the_adapter_and_else_the_adapters(start):
-    found = keys(request(TOKENS, start), 4)
+@pytest.mark.parametrize("identity", [LOAD, BASE_IDENTITY], ids=["an adapter's", "base's"])
+def test_each_token_of_a_block_is_the_base_models_before_the_adapter_and_else_the_adapters(start, identity):
+    asked = request(TOKENS, start, identity)
 
-    assert found == [owned(TOKENS, start, LOAD, 4 * (i + 1)) for i in range(4)], f"it begins at token {start}"
-
-
-def test_all_blocks_of_a_request_of_the_base_model_are_the_base_models():
-    assert keys(request(TOKENS, 0, BASE_IDENTITY), 4)[-1] == owned(TOKENS, 0, BASE_IDENTITY, 16)
+    for blocks in (0, 4):
+        expected = [owned(TOKENS, start, identity, 4 * (i + 1)) for i in range(blocks)]
+        assert keys(asked, blocks) == expected, f"it begins at token {start}"
 
 
 def test_real_keys_are_equal_where_tokens_and_owners_are_and_else_never():
@@ -119,29 +118,14 @@ def test_what_is_kept_is_nobody_elses_to_change():
     assert keys(asked, 3) == keys(request(TOKENS, 6), 3)
 
 
-def test_there_are_no_keys_of_no_blocks():
-    assert keys(request(TOKENS[:3], 2), 0) == []
-
-
 # ---- through the engine ---------------------------------------------------------------------------------------------
 
 INVOKED = [9, 4]
 TALK = [
-    5,
-    6,
-    7,
-    8,
-    10,
-    11,
-    12,
-    13,
-    14,
+    *range(5, 9),
+    *range(10, 15),
     *INVOKED,
-    15,
-    16,
-    17,
-    18,
-    19,
+    *range(15, 20),
 ]  # the adapter begins in the third block of four
 
 

@@ -56,16 +56,7 @@ def test_requests_of_three_versions_run_beside_each_other(world, engine):
 
 
 def test_after_a_restart_no_key_or_value_of_old_weights_is_left(world, engine):
-    begin(world, engine)
-
-    world.update(engine, 1, running="restart")
-    output = run(engine)["r"]
-
-    assert output.lora_version == 1
-    world.check(output, [0] * 3 + [1] * 3)
-
-
-def test_a_restart_keeps_tokens_and_says_whose_they_are(world, engine):
+    """Its tokens are kept, and it says whose they are."""
     begin(world, engine)
     before = list(engine.scheduler.requests["r"].output_token_ids)
 
@@ -73,7 +64,9 @@ def test_a_restart_keeps_tokens_and_says_whose_they_are(world, engine):
     output = run(engine)["r"]
 
     assert tokens_of(output)[:3] == before
+    assert output.lora_version == 1
     assert token_versions(output.lora_request, 6) == [0, 0, 0, 1, 1, 1]
+    world.check(output, [0] * 3 + [1] * 3)
 
 
 def test_requests_of_all_versions_before_are_restarted(world, engine):
