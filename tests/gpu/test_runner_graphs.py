@@ -4,6 +4,7 @@ Steps of decodes and steps with prompts ("mixed") have graphs of their own. With
 again, through Triton's interpreter, on the buffers it was made for.
 """
 
+import gc
 import itertools
 
 import pytest
@@ -121,6 +122,14 @@ def test_a_row_that_may_not_stop_yet_does_not(world):
     tokens = tokens_of(run(engine)["a"])
 
     assert second not in tokens[:3]
+
+
+def test_no_garbage_of_an_earlier_engine_is_freed_while_a_step_is_captured():
+    """That would break the capture."""
+    with cuda_graphs.no_garbage_collection():
+        assert not gc.isenabled()
+
+    assert gc.isenabled()
 
 
 def test_sizes_are_close_where_padding_costs_most_and_end_with_the_largest_batch():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from minivllm.options.legacy import tokenizers as adapter_tokenizers
-from minivllm.options.legacy.tokenizers import AdapterTokenizers, TokenizerFile
+from minivllm.options.legacy.tokenizers import AdapterTokenizers, TokenizerFile, load_tokenizer
 
 
 class Tokenizer:
@@ -56,3 +56,11 @@ class TestTokenizers:
             self.ask(tokenizers, adapter_id)
 
         assert reads == ["/1", "/2", "/3", "/1"]
+
+
+def test_one_of_a_size_that_no_tokenizer_has_is_not_read(tmp_path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(41 * 2**20)
+
+    with pytest.raises(ValueError, match=r"tokenizer\.json has 42991616 bytes, at most 41943040"):
+        load_tokenizer("large", str(tmp_path))
