@@ -160,6 +160,7 @@ def test_several_exercises_may_be_named_and_a_phase_among_them_and_are_told_in_t
     assert told.result.returncode == 1
     assert told.result.stdout.startswith("Checking 3, 5.1, 2.2, 3.2: ")
     assert list(told.of) == ["3.1", "3.2", "3.3", "3.4", "3.5", "3.6", "5.1", "2.2"]
+    assert told.result.stdout.count("✗ 3.2 ") == 1, "it was named twice"
     assert "Traceback" not in told.result.stdout + told.result.stderr
 
 
