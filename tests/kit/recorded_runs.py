@@ -32,14 +32,16 @@ while engine.has_unfinished_requests():
 """
 
 
-# The same engine where it is (`engine`), or in a process of its own (`engine_process`): one request after the other.
+# The same engine where it is, or in a process of its own, which is fresh: one request after the other.
 ONE_BY_ONE = """
 import sys
 sys.path[:0] = {paths!r}
 import asyncio
-from tests.worlds.engines import TinyWorld, greedy
+from functools import partial
 from pathlib import Path
 from minivllm import AsyncLLM
+from minivllm.serving.engine_process import EngineProcess
+from tests.worlds.engines import TinyWorld, greedy, make_engine
 
 async def main(llm):
     for number, name in enumerate(world.names[:2]):
@@ -48,7 +50,8 @@ async def main(llm):
             pass
 
 world = TinyWorld(Path({folder!r}), {variant!r})
-llm = AsyncLLM(world.engine_process()) if {in_a_process} else AsyncLLM.from_engine(world.engine())
+far = partial(make_engine, world.base, None, {{}})
+llm = AsyncLLM(EngineProcess(far)) if {in_a_process} else AsyncLLM.from_engine(world.engine())
 asyncio.run(main(llm))
 llm.shutdown()
 """
@@ -58,9 +61,11 @@ TWO_BESIDE = """
 import sys
 sys.path[:0] = {paths!r}
 import asyncio
-from tests.worlds.engines import TinyWorld, greedy
+from functools import partial
 from pathlib import Path
 from minivllm import AsyncLLM
+from minivllm.serving.engine_process import EngineProcess
+from tests.worlds.engines import TinyWorld, greedy, make_engine
 
 async def answer(llm, request_id, max_tokens):
     async for output in llm.generate([5, 6, 7], greedy(max_tokens), request_id):
@@ -75,7 +80,8 @@ async def main(first, *others):
         pass
 
 world = TinyWorld(Path({folder!r}), {variant!r})
-llms = [AsyncLLM(world.engine_process()) for _ in range({number})]
+far = partial(make_engine, world.base, None, {{}})
+llms = [AsyncLLM(EngineProcess(far)) for _ in range({number})]
 asyncio.run(main(*llms))
 for llm in llms:
     llm.shutdown()

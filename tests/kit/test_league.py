@@ -299,35 +299,35 @@ WRONG = {
     "no_python": ("def routing(:\n", "SyntaxError: invalid syntax"),
     "exits": ("raise SystemExit\n", "its process ended before it had played"),
     "nobody": ("admission = lambda ranks: lambda *_: []\n", "none of which can run"),
-    "forever": (
-        "def routing(seed):\n    while True:\n        pass\n",
-        "no end after 1 s of computing, on 'tiny'",
-    ),
 }
+ENDLESS = "def routing(seed):\n    while True:\n        pass\n"
 
 
 def submitted(folder: Path, texts):
+    folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
     return [of_file(path) for path in sorted(folder.glob("*.py"))]
 
 
 def test_who_is_wrong_is_told_by_name_and_loses_only_itself(tmp_path, least, monkeypatch):
-    monkeypatch.setattr(league_compete, "LIMIT", 1.0)
-    texts = {name: text for name, (text, _) in WRONG.items()}
+    texts = {name: text for name, (text, _) in WRONG.items()} | {"right": ROUTES_LIKE_US}
 
-    results = compete(submitted(tmp_path, texts | {"right": ROUTES_LIKE_US}), [TINY], least)
+    results = compete(submitted(tmp_path / "files", texts), [TINY], least)
     [own] = compete([ENGINES_OWN], [TINY], least)
+    monkeypatch.setattr(league_compete, "LIMIT", 1.0)
+    [endless] = compete(submitted(tmp_path / "endless", {"endless": ENDLESS}), [TINY], least)
 
     why = {result.name: result.why for result in results}
     assert why.pop("right") == ""
+    assert endless.why == "no end after 1 s of computing, on 'tiny'"
     for name, (_, said) in WRONG.items():
         assert said in why[name], name
     [right] = [result for result in results if result.name == "right"]
     assert right.figures == own.figures
-    found = board([own, *results], [TINY], least)
+    found = board([own, endless, *results], [TINY], least)
     assert [row.name for row in found.rows] == [own.name, "right"]
-    assert found.out.keys() == WRONG.keys()
+    assert found.out.keys() == WRONG.keys() | {"endless"}
 
 
 def test_who_is_faster_than_can_be_is_out():

@@ -148,7 +148,9 @@ def test_a_starter_that_is_gone_or_has_lost_its_markers_is_named(checkout):
 def test_a_program_that_comes_to_an_exercise_that_is_todo_says_which(checkout):
     result = checkout.run("-m", "minivllm.cli", "inspect", str(ROOT / "adapters" / "sql"), labs="1.2")
 
-    assert result.stderr == "error: lab 1.2: module and side of an adapter tensor's name is still TODO\n"
+    # On a slow machine, how far it is stands before it.
+    error = "error: lab 1.2: module and side of an adapter tensor's name is still TODO"
+    assert result.stderr.splitlines()[-1] == error
     assert result.returncode == 1
 
 
