@@ -67,15 +67,15 @@ test: setup
 test-random: setup
 	$(BIN)/python -m pytest -p randomly --randomly-seed=$(or $(ORDER),default) -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 
-# What `make test` leaves out, and the random searches at length. Both together are all there is. What fails keeps
-# nothing else from running. Searches have other seeds every night, so each may be short. Ray's tests wait for most of
-# their time, so they run beside the others.
+# What `make test` leaves out, and the random searches at length. Both together are all there is, in six nights: what
+# takes most is done in parts (tests/tools/nights.py). What fails keeps nothing else from running. Searches have other
+# seeds every night, so each may be short. Ray's tests wait for most of their time, but alone: Ray ends a proxy that a
+# busy machine keeps from answering.
 DAY := $(shell date +%Y%j)
 
 nightly: setup $(RAY) $(FRAMEWORKS)
 	@status=0; night="$(MAKE) --keep-going --no-print-directory"; \
-	$$night -j2 nightly-tests nightly-ray || status=1; \
-	$$night nightly-without || status=1; \
+	$$night nightly-tests nightly-ray nightly-without || status=1; \
 	$$night -j2 nightly-soak nightly-machine nightly-malformed || status=1; \
 	exit $$status
 

@@ -52,6 +52,10 @@ class Without:
 WHICH = [pytest.param(name, marks=() if name == "ahead" else pytest.mark.nightly) for name in NEEDED_BY]
 
 
+# What takes most, of a fourth of them a night.
+tonight = pytest.mark.parametrize("without", of_night(list(NEEDED_BY), 4), indirect=True)
+
+
 @pytest.fixture(scope="module", params=WHICH)
 def without(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("without") / request.param
@@ -79,6 +83,7 @@ def test_all_others_can_be_imported_but_those_that_say_so(without):
 
 
 @pytest.mark.nightly
+@tonight
 def test_the_demo_has_the_tokens_of_the_whole_product(without, asked_and_answers):
     asked, answers = asked_and_answers
 
@@ -99,6 +104,7 @@ def asked_and_answers():
 
 
 @pytest.mark.nightly
+@tonight
 def test_the_cores_tests_pass(without):
     paths = [f"tests/{name}" for name in CORE_TESTS]
 

@@ -169,7 +169,7 @@ def test_tests_see_most_of_a_sample_of_changes(shared):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("phase", of_night([int(phase[:2]) for phase in PHASES], 3))
+@pytest.mark.parametrize("phase", of_night([int(phase[:2]) for phase in PHASES], 6))
 def test_tests_see_what_changes_in_a_phase(shared, phase):
     result = shared.lab("mutants", "--generic", str(phase))
 

@@ -19,6 +19,7 @@ from labs.kit.hunt_files import WITH_DOCSTRING, handed_out, whole
 from labs.kit.hunt_rules import source_reading
 from labs.kit.overlay import Source, engine_file
 from labs.kit.regions import LabError, read_engine
+from tests.tools.nights import of_night
 from tests.worlds.hunts import HuntWorld
 
 sys.path.append(str(Path(__file__).parents[1] / "kit"))
@@ -729,7 +730,7 @@ def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):
 @pytest.mark.nightly
 def test_the_commands_that_a_hunt_prints_work_as_printed(tmp_path):
     checkout = Checkout(tmp_path)
-    for hunt in read_hunts(checkout.root).values():
+    for hunt in of_night(list(read_hunts(checkout.root).values()), 4):
         before = hunt.test_file.read_text()
         hunt.test_file.write_text(reference(hunt).read_text())
         said = checkout.lab("hunt", str(hunt.id)).stdout
