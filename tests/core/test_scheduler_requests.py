@@ -262,6 +262,7 @@ def test_a_request_passed_over_in_a_dropped_step_has_begun_to_wait():
 
     steps = [waiter in world.step().running for _ in range(6)]
 
+    # After four steps it takes the slot of adapter 1.
     assert steps == [False, False, False, False, True, True]
 
 

@@ -102,8 +102,10 @@ def test_the_last_good_folder_is_served_under_its_name_and_the_bad_one_is_refuse
 
     said = order_reload(engine, policy(2, bad["all"], load_inplace=True), order, runs, old)
 
-    assert (said is None) == (order == "add_lora" and runs) and "NaN" in (said or "NaN")
-    assert engine.adapters.by_name["policy-1"] == ID
+    if order == "add_lora" and runs:
+        assert said is None  # it answered long ago: nobody is left to tell
+    else:
+        assert "NaN" in said
     assert_is_known_as(engine, world, "qv", 1, [policy(2, bad["all"])])
 
 
@@ -133,7 +135,7 @@ def test_from_the_same_folder_it_leaves_the_adapter_known_by_all_its_names(world
             ((True, False, True), True),
             ((True, True, False), True),
             ((False, False, False), True),
-        ),  # due at once
+        ),  # the requests are aborted: the reloads still count, with nobody waiting for them
     ],
     ids=str,
 )
@@ -163,8 +165,7 @@ def test_of_several_in_a_row_the_last_good_one_counts(world, bad, which, aborted
     assert not engine.adapters.adapters[ID].before, "versions are kept that nobody goes back to"
 
 
-def test_in_the_middle_concerns_neither_the_order_before_nor_the_one_after(world, bad):
-    """An alias of the version in the middle goes with it, one of the version before comes back."""
+def test_two_bad_ones_in_a_row_bring_back_the_names_of_before_and_drop_those_given_between(world, bad):
     engine = world.engine()
     engine.add_request("old", PROMPT, greedy(6), lora_request=policy(0, world.path("qv")))
     engine.add_lora(LoRARequest("alias-0", ID, str(world.path("qv"))))
@@ -229,7 +230,8 @@ def test_another_name_for_what_cannot_be_loaded_is_not_known(world, tmp_path, wh
     assert engine.adapters.by_name == {"policy-1": ID, "mlp": 3}
     if why == "gone":
         (folder / "adapter_model.safetensors").write_bytes(weights)
-    engine.unpin_lora(3)
+    else:
+        engine.unpin_lora(3)
     assert answer(engine, "policy-1") == world.oracle().greedy("qv", PROMPT, 6)
     engine.add_lora(LoRARequest("alias", 10, str(world.path("all"))))
     assert answer(engine, "alias") == world.oracle().greedy("all", PROMPT, 6)

@@ -91,6 +91,30 @@ def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path, bodie
         assert (results, trouble, passed) == ([("test_it", "failed", said, place)], None, False)
 
 
+HELD = """
+import signal
+import pytest
+from minivllm.lora.mapping import compute_runs
+
+@pytest.fixture
+def held():
+    yield
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True: pass
+
+def test_it(held): assert compute_runs([]) == []
+"""
+
+
+def test_what_holds_on_after_its_test_fails_it_unless_it_has_failed(tmp_path):
+    paths, _ = answers(tmp_path, ["pass", "raise ValueError('mine')"])
+
+    passes, fails = run(paths, HELD, limit=0.5, settings={"GRACE": 0.2})
+
+    assert [result[1] for result in passes[0]] == ["passed", "failed"] and not passes[2]
+    assert [result[1:3] for result in fails[0]] == [("failed", "ValueError: mine")] and not fails[2]
+
+
 def test_processes_that_start_processes_are_all_ended(tmp_path):
     paths, _ = answers(tmp_path, [CHAIN])
 

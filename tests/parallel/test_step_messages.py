@@ -65,9 +65,10 @@ def test_only_new_blocks_travel_and_the_list_stays_the_same(ranks):
 
     second = ranks(step((growing, 1, True))).scheduled[0].request
 
+    # Step buffers know a row by its list of blocks, and read of that what is new.
     assert second.block_ids is first.block_ids and second.block_ids == [3, 1, 6, 5]
     assert second.all_token_ids[8] == 50
-    assert writer.write(step((growing, 1, True))).new_blocks == [[]]
+    assert writer.write(step((growing, 1, True))).new_blocks == [[]]  # all was told
 
 
 def test_who_lost_its_blocks_or_sat_out_comes_with_all_of_them(ranks):
@@ -95,7 +96,7 @@ def test_a_request_that_wants_its_prompt_scored_travels_whole(ranks):
 def test_stand_ins_travel_as_they_are(ranks):
     ahead = request("a", [4, 5], blocks=[1])
     ahead.num_computed_tokens = 2
-    ahead.append_output_token(-3)
+    ahead.append_output_token(-3)  # stands for a token that is not there yet, of a step under way
 
     row = ranks(step((ahead, 1, True))).scheduled[0].request
 
