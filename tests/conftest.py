@@ -45,8 +45,8 @@ gc.set_threshold(50_000, 10, 10)
 
 # Files that take longest, so that they do not come last, when the other processes have nothing left to do.
 LONGEST = (
-    *("test_runner_graphs.py", "test_engine_demo_tokens.py", "test_lab.py", "test_fused_adapters.py"),
-    *("test_paged_models.py", "test_notebooks.py", "test_bench_engine.py", "test_added_tokens_in_graphs.py"),
+    *("test_runner_graphs.py", "test_engine_demo_tokens.py", "test_lab.py", "test_hunts.py"),
+    *("test_notebooks.py", "test_structured_outputs.py", "test_core_alone.py", "test_take_away.py"),
 )
 
 LEFT_OUT = pytest.StashKey[int]()  # how many nightly tests are not run
