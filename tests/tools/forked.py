@@ -20,8 +20,7 @@ SERVER.set_forkserver_preload(
         # Of distributed tensors `assert_close` imports all there is.
         *("torch", "safetensors.torch", "torch.distributed.tensor", "typer.rich_utils", "pydantic"),
         *("triton", "tokenizers", "pytest", "hypothesis", "anyio.pytest_plugin", "anyio._backends._asyncio"),
-        *("schemathesis.pytest.plugin", "schemathesis.pytest.xdist", "schemathesis.reporting.html"),
-        *("schemathesis.reporting.allure", "xdist.plugin"),
+        "xdist.plugin",
     ]
 )
 
