@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
@@ -19,7 +20,7 @@ from jupyter_client import BlockingKernelClient
 
 from labs.kit import notebook, progress
 from labs.kit.regions import PHASES, LabError
-from tests.worlds.waiting import PATIENCE
+from tests.worlds.waiting import PATIENCE, wait_until
 
 LAB = [sys.executable, "-m", "labs.kit.cli"]
 SERVED = "notebooks/03_cpu_punica.ipynb"
@@ -82,13 +83,13 @@ class Server:
         client = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel}.json"))
         client.load_connection_file()
         client.start_channels()
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
+
+        def is_ready():
+            with suppress(RuntimeError):  # busy with its imports, it has answered no heartbeat for a second
                 client.wait_for_ready(timeout=PATIENCE)
-                break
-            except RuntimeError:  # busy with its imports, it has answered no heartbeat for a second
-                assert time.monotonic() < until, self.said()
+                return True
+
+        wait_until(is_ready)
         printed = []
 
         def note(message):
